@@ -34,8 +34,8 @@ LAYERS = {
     "engines": 9,
     "hooks": 9,
     "ray": 9,
-    "testing": 9,
     "remote": 10,
+    "testing": 10,
     "sglang": 10,  # faces of engines
     "vllm": 10,
     "demo": 11,  # over testing: it plants the same faults

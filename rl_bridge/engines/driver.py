@@ -137,6 +137,11 @@ class EngineDriver(TransactionalAdapter):
         self._phases_ms: dict[str, float] = {}
 
     @property
+    def client(self) -> EngineClient:
+        """By which the engine's ranks are called."""
+        return self._client
+
+    @property
     def is_overtaken(self) -> bool:
         """Whether the engine may hold another version than this driver's last one.
 

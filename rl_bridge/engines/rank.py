@@ -27,7 +27,7 @@ from rl_bridge.lifecycle import State
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.views import ImportedTensors
 
-__all__ = ["EngineRank", "RankHost", "Stage", "answer", "rank_of"]
+__all__ = ["EngineRank", "RankHost", "Stage", "answer", "known_rank", "rank_of"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class EngineRank:
                 self._tensors = bridge.import_update(manifest)
                 told = dict(bridge.timings(manifest.update_id))
             imported = time.perf_counter()
-            self._installer.prepare(manifest, self._tensors)
+            self.installer.prepare(manifest, self._tensors)
         except BaseException as error:
             self._end(None if is_shortage(error) else describe(error))
             raise
@@ -171,7 +171,7 @@ class EngineRank:
             "verified": manifest.root if imports else "",
         }
         if given and given.get("shards"):
-            reply["shards"] = [shard.to_json() for shard in self._installer.shards(manifest)]
+            reply["shards"] = [shard.to_json() for shard in self.installer.shards(manifest)]
         return reply
 
     def install(self, update_id: str) -> Reply:
@@ -185,9 +185,9 @@ class EngineRank:
             start = time.perf_counter()
             self.stage = Stage.INSTALLING
             if self._imports:
-                self._installer.install(manifest, self._tensors)
+                self.installer.install(manifest, self._tensors)
             else:
-                self._installer.begin()
+                self.installer.begin()
             self._timings_ms["install"] = (time.perf_counter() - start) * 1e3
             if self._imports:
                 self._prove(manifest)
@@ -204,7 +204,7 @@ class EngineRank:
         def step() -> None:
             manifest = self._meant(update_id)
             mine = parts[self.host.group.rank]
-            self._installer.expect([bytes.fromhex(part) for part in mine])
+            self.installer.expect([bytes.fromhex(part) for part in mine])
             self._prove(manifest)
 
         self._together(step)
@@ -212,7 +212,7 @@ class EngineRank:
 
     def _prove(self, manifest: WeightUpdateManifest) -> None:
         start = time.perf_counter()
-        proof = self._installer.prove()
+        proof = self.installer.prove()
         if proof.method != "unproven" and proof.root != manifest.root:
             msg = (
                 f"the engine holds root {proof.root}, expected {manifest.root}. Install the "
@@ -269,7 +269,7 @@ class EngineRank:
         if self.pending is None:
             return
         try:
-            self._installer.undo()
+            self.installer.undo()
         except Exception as error:
             self._torn = describe(error)
             version = self.pending.weight_version
@@ -299,7 +299,7 @@ class EngineRank:
         manifest, proof = self.pending, self._proof
         assert manifest is not None
         assert proof is not None
-        self._installer.commit()  # if it fails, it is done again: the update is proven still
+        self.installer.commit()  # if it fails, it is done again: the update is proven still
         self._active = manifest
         self._forget_tensors()
         answer = self._acknowledge(manifest, proof) if self._imports else {}
@@ -334,7 +334,8 @@ class EngineRank:
     # ---- inside ---------------------------------------------------------------------------------
 
     @property
-    def _installer(self) -> Any:
+    def installer(self) -> Any:
+        """What installs into this rank's model."""
         if self._made is None:
             self._made = self.host.make_installer({})
         return self._made

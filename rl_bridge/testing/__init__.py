@@ -1,4 +1,4 @@
-"""For whoever writes a transport or an installer: conformance suites, faults, leak checks.
+"""For whoever writes a transport, an installer or an engine: suites, faults, leak checks.
 
 A transport's test is a class::
 
@@ -9,9 +9,9 @@ A transport's test is a class::
         def transport_kwargs(self):
             return {"max_slots": 3}
 
-`TransportSuite` and `InstallerSuite` are pytest classes and need ``pytest`` and ``hypothesis``,
-which rl_bridge itself does not; they are imported when they are asked for. Where pytest runs, it
-explains their assertions.
+`TransportSuite`, `InstallerSuite` and `EngineSuite` are pytest classes and need ``pytest`` and
+``hypothesis``, which rl_bridge itself does not; they are imported when they are asked for. Where
+pytest runs, it explains their assertions.
 """
 
 import sys
@@ -20,6 +20,8 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_bridge.testing.engine_faults import in_rank
+    from rl_bridge.testing.engine_suite import EngineSuite, EngineUnderTest
     from rl_bridge.testing.faults import Fault, FaultInjecting, KillAt, Step, die
     from rl_bridge.testing.host_devices import HostIPC, HostVMM
     from rl_bridge.testing.installer_faults import EngineFault, Stage, poke
@@ -37,6 +39,8 @@ __all__ = [
     "ChildDied",
     "ChildError",
     "EngineFault",
+    "EngineSuite",
+    "EngineUnderTest",
     "Fault",
     "FaultInjecting",
     "Holdings",
@@ -57,6 +61,7 @@ __all__ = [
     "die",
     "engine_state",
     "hashes",
+    "in_rank",
     "poke",
     "random_tensor",
     "sample_engine",
@@ -66,6 +71,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "engine_faults": "in_rank",
+    "engine_suite": "EngineSuite EngineUnderTest",
     "faults": "Fault FaultInjecting KillAt Step die",
     "host_devices": "HostIPC HostVMM",
     "installer_faults": "EngineFault Stage poke",

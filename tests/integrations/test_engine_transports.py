@@ -18,10 +18,10 @@ from rl_bridge.engines.rank_bridges import checked_transports
 from rl_bridge.engines.sglang.loaders import DiskRoute
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.vllm import VLLMEngineAdapter
-from tests.engine_protocol.fake import Engine as VLLMEngine
 from tests.installers.test_model_installer import equal, held, loaded, version
 from tests.integrations.sglang_engine import Client, engine
 from tests.integrations.sglang_engine import Engine as SGLangEngine
+from tests.integrations.threaded_engine import Engine as VLLMEngine
 from tests.integrations.vllm_engine import Client as VLLMClient
 
 __all__ = ["engine"]  # a fixture, for this file, too

@@ -18,7 +18,15 @@ from rl_bridge import (
 from rl_bridge.engines.rpc import RankGroup
 from rl_bridge.engines.vllm.host import NativeUpdates, VLLMHost, manifest_of
 from rl_bridge.errors import MalformedManifest, SessionRefused
-from tests.engine_protocol.fake import WAIT_S, Engine, broken, driven, driver, publish, update
+from tests.integrations.threaded_engine import (
+    WAIT_S,
+    Engine,
+    broken,
+    driven,
+    driver,
+    publish,
+    update,
+)
 
 
 @pytest.fixture
@@ -157,7 +165,7 @@ def test_a_driver_is_refused_while_vllms_own_calls_have_an_update_and_recover_co
 ) -> None:
     engine.serves, left = False, publish(trainer, 1)  # nobody labels what comes by these calls
     assert both(engine, left.to_json()) == ["", ""]
-    with driven(engine) as (executor, _, _):
+    with driven(engine) as (executor, _):
         with pytest.raises(SessionRefused, match="driver vLLM's own calls has this engine"):
             executor.update_weights(publish(trainer, 2))
         executor.recover()
@@ -171,7 +179,7 @@ def test_a_driver_is_refused_while_vllms_own_calls_have_an_update_and_recover_co
 def test_both_ways_may_take_turns(engine: Engine, trainer: TensorBridge) -> None:
     engine.serves = False
     for version in (1, 3):
-        with driven(engine) as (executor, _, _):
+        with driven(engine) as (executor, _):
             executor.update_weights(publish(trainer, version))
         assert both(engine, publish(trainer, version + 1).to_json()) == ["", ""]
         commit(engine)

@@ -18,7 +18,7 @@ from rl_bridge.engines.vllm.client import LLMClient
 from rl_bridge.engines.vllm.engine_adapter import CachePolicy, PauseMode, VLLMServing
 from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.vllm import VLLMEngineAdapter
-from tests.engine_protocol.fake import Engine, publish, update
+from tests.integrations.threaded_engine import Engine, publish, update
 from tests.integrations.vllm_engine import Client
 
 

@@ -4,7 +4,7 @@ import json
 
 from rl_bridge.engines.rpc import Replies, Reply
 from rl_bridge.engines.vllm.client import VLLMClient
-from tests.engine_protocol.fake import WAIT_S, Engine
+from tests.integrations.threaded_engine import WAIT_S, Engine
 
 __all__ = ["Client"]
 

@@ -5,8 +5,15 @@ import pytest
 from rl_bridge import TensorBridge, WeightBridgeUnavailableError, make_weight_bridge
 from rl_bridge.ray import PairChoice, RolloutEndpoint
 from rl_bridge.ray.calls import RolloutAnswer
-from tests.engine_protocol.conftest import engine, trainer
-from tests.engine_protocol.fake import Engine, broken, driven, driver, publish
+from tests.integrations.threaded_engine import (
+    Engine,
+    broken,
+    driven,
+    driver,
+    engine,
+    publish,
+    trainer,
+)
 
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 
@@ -37,7 +44,7 @@ def test_a_rollout_whose_first_update_there_is_refused_says_no_version_that_is_g
     engine: Engine, trainer: TensorBridge, endpoint: RolloutEndpoint, meanwhile: str, fails: str
 ) -> None:
     if meanwhile == "another driver":
-        with driven(engine) as (other, _, _):
+        with driven(engine) as (other, _):
             other.update_weights(publish(trainer, 2))
     else:
         engine.start(len(engine.ranks))
@@ -66,7 +73,7 @@ def test_a_rollout_whose_first_update_there_is_refused_keeps_the_version_that_is
 def test_a_rollout_whose_engine_another_driver_has_says_no_version_and_names_the_driver(
     engine: Engine, trainer: TensorBridge, endpoint: RolloutEndpoint
 ) -> None:
-    with driven(engine) as (other, _, _):
+    with driven(engine) as (other, _):
         other.update_weights(publish(trainer, 2))
         answer = updated(endpoint, trainer, 3)
         assert (answer.error, answer.active_version) == ("SessionRefused", None)

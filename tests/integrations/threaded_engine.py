@@ -1,21 +1,23 @@
-"""An engine of our own for the protocol's tests: its ranks are threads, its weights are a number.
+"""An engine for tests of what stands before a real one: its ranks are threads of this process.
 
-It serves requests wherever it may: after each call of a driver, unless it is paused, all ranks must
-hold one version, what is cached must be that version's, and so must the label.
+Its weights are a number. It serves requests wherever it may: after each call of a driver, unless it
+is paused, all ranks must hold one version, what is cached must be that version's, and so must the
+label.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from threading import Barrier
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.engines.driver import EngineDriver, Loader
+from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank import EngineRank, RankHost, answer
 from rl_bridge.engines.rpc import EngineClient, RankGroup, Replies, Reply
 from rl_bridge.engines.serving import ServingOptions
@@ -25,7 +27,6 @@ __all__ = [
     "WAIT_S",
     "Client",
     "Engine",
-    "KilledError",
     "Model",
     "broken",
     "driven",
@@ -38,10 +39,6 @@ WAIT_S = 20
 FREEZE = ServingOptions(pause="keep", cache="recompute")
 
 T = TypeVar("T")
-
-
-class KilledError(Exception):
-    """The driver ends here."""
 
 
 def broken(*_args: Any, **_options: Any) -> None:
@@ -62,19 +59,6 @@ class Model(TransactionalAdapter):
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         self.manifest = manifest
-
-    def begin(self) -> None:
-        """An outside load comes next."""
-        self.before, self.version = self.version, -1
-
-    def load(self) -> None:
-        """The engine's own loader brings it."""
-        assert self.manifest is not None
-        self.version = self.manifest.weight_version
-
-    def expect(self, parts: Sequence[bytes]) -> None:
-        """Digests of what the loader brought: here the version alone."""
-        assert parts == [bytes([self.version])], (parts, self.version)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         self.before, self.version = self.version, manifest.weight_version
@@ -130,10 +114,8 @@ class Host(RankHost):
         self.model = torch.nn.Linear(1, 1)
         self.group = group
         self.installer = Model()
-        self.options: Mapping[str, Any] = {}
 
     def make_installer(self, options: Mapping[str, Any]) -> TransactionalAdapter:
-        self.options = options
         return self.installer
 
 
@@ -202,66 +184,37 @@ class Engine:
 
 
 class Client(EngineClient):
-    """One driver's, of an engine that may have several; one of its calls may go wrong."""
+    """One driver's."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(WAIT_S)
         self.engine = engine
-        self.calls: list[str] = []
-        self._at: int | str = ""
-        self._then: Callable[[], object] = lambda: None
-        self._is_behind = False
 
-    def plant(self, at: int | str, then: Callable[[], object], *, behind: bool = False) -> None:
-        """Do something in front of a call or behind it: the `at`-th from now, or one by name."""
-        self._at = at if isinstance(at, str) else len(self.calls) + at
-        self._then, self._is_behind = then, behind
-
-    def kill(self, at: int | str, *, behind: bool = False) -> None:
-        """The driver ends there: no call of it is made any more."""
-
-        def die() -> None:
-            self._at, self._then = 0, die  # whatever comes next
-            self._is_behind = False
-            raise KilledError
-
-        self.plant(at, die, behind=behind)
-
-    def _do(self, name: str, action: Callable[[], T]) -> T:
-        self.calls.append(name)
-        is_it = self._at in {name, len(self.calls), 0} and self._at != ""
-        then = self._then if is_it else (lambda: None)
-        if is_it:
-            self._at = ""
-        behind = self._is_behind
+    def _do(self, action: Callable[[], T]) -> T:
         self.engine.step()
-        if not behind:
-            then()
         done = action()
         self.engine.step()
-        if behind:
-            then()
         return done
 
     def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
-        return self._do(verb, lambda: self.engine.ask(verb, json.loads(json.dumps(payload))))
+        return self._do(lambda: self.engine.ask(verb, json.loads(json.dumps(payload))))
 
     def pause(self, mode: str | None, *, undoes: bool = False) -> None:
-        self._do("pause", partial(self._stop, "keep" if mode is None or undoes else mode))
+        self._do(partial(self._stop, "keep" if mode is None or undoes else mode))
 
     def _stop(self, mode: str) -> None:
         self.engine.stopped = True
         self.engine.modes.append(mode)
 
     def resume(self) -> None:
-        self._do("resume", self._go_on)
+        self._do(self._go_on)
 
     def _go_on(self) -> None:
         self.engine.stopped = False
         self.engine.modes.append(None)
 
     def is_paused(self) -> bool | None:
-        return self._do("is_paused", lambda: self.engine.stopped)
+        return self._do(lambda: self.engine.stopped)
 
     def drop_caches(self, policy: str | None) -> str:
         def drop() -> str:
@@ -269,51 +222,17 @@ class Client(EngineClient):
                 self.engine.cached.clear()
             return self.engine.keeps
 
-        return self._do("drop_caches", drop)
+        return self._do(drop)
 
     def label(self) -> str | None:
-        return self._do("label", lambda: self.engine.shown)
+        return self._do(lambda: self.engine.shown)
 
     def set_label(self, label: str) -> None:
-        self._do("set_label", partial(setattr, self.engine, "shown", label))
+        self._do(partial(setattr, self.engine, "shown", label))
 
 
-class Loads(Loader):
-    """The engine's own loader brings the bytes; a session of its own may stay open."""
-
-    imports = False
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.is_open = False
-        self.aborted: list[bool] = []
-
-    def load(
-        self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
-    ) -> Mapping[str, Any]:
-        for model in self._engine.models:
-            model.load()
-        return {"parts": [[bytes([manifest.weight_version]).hex()]] * len(self._engine.ranks)}
-
-    def abort(self, *, left: bool) -> None:
-        self.aborted.append(left)
-
-
-def driver(
-    engine: Engine,
-    *,
-    serving: ServingOptions = FREEZE,
-    take_over: bool = False,
-    loader: Loader | None = None,
-) -> EngineDriver:
-    client = Client(engine)
-    return EngineDriver(client, serving=serving, options={}, loader=loader, take_over=take_over)
-
-
-def client_of(adapter: EngineDriver) -> Client:
-    client = adapter._client
-    assert isinstance(client, Client)
-    return client
+def driver(engine: Engine, *, take_over: bool = False) -> EngineDriver:
+    return EngineDriver(Client(engine), serving=FREEZE, options={}, take_over=take_over)
 
 
 def update(adapter: EngineDriver, manifest: WeightUpdateManifest) -> None:
@@ -328,11 +247,27 @@ def update(adapter: EngineDriver, manifest: WeightUpdateManifest) -> None:
 @contextmanager
 def driven(
     engine: Engine, adapter: EngineDriver | None = None
-) -> Iterator[tuple[RolloutExecutor, TensorBridge, Client]]:
+) -> Iterator[tuple[RolloutExecutor, TensorBridge]]:
     """An executor with a driver of its own."""
     adapter = driver(engine) if adapter is None else adapter
     with (
         make_weight_bridge("shared-memory", source_worker="driver") as bridge,
         RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter) as executor,
     ):
-        yield executor, bridge, client_of(adapter)
+        yield executor, bridge
+
+
+# ---- fixtures -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[1, 2], ids=["one_rank", "two_ranks"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = Engine(request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def trainer() -> Iterator[TensorBridge]:
+    with make_weight_bridge("shared-memory", source_worker="trainer", max_slots=8) as bridge:
+        yield bridge

@@ -1,0 +1,77 @@
+"""The engine protocol, kept by the small engine of the documentation: by import, and by a file."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import (
+    RolloutExecutor,
+    TornEngine,
+    WeightBridgeUnavailableError,
+    WeightUpdateManifest,
+    make_weight_bridge,
+)
+from rl_bridge.errors import IncompatibleUpdate, SessionRefused
+
+HOME = Path(__file__).resolve().parents[2] / "docs" / "examples" / "small_engine"
+sys.path.insert(0, str(HOME))
+
+from client import small_engine_adapter  # noqa: E402 - a folder of examples is no package
+from test_small_engine import (  # noqa: E402 - as above
+    TestSmallEngine,
+    TestSmallEngineByFile,
+    folder,
+    running,
+    started,
+    weights,
+)
+
+__all__ = ["TestSmallEngine", "TestSmallEngineByFile", "folder", "running"]
+
+
+@pytest.mark.parametrize("by", ["refused", "in an update"])
+def test_an_engine_that_was_started_anew_holds_no_version_until_it_gets_one(
+    folder: Path, by: str
+) -> None:
+    with (
+        started(folder, 0) as engine,
+        started(folder, 0) as other,
+        make_weight_bridge("shared-memory", source_worker="trainer", max_slots=8) as trainer,
+        make_weight_bridge("shared-memory", source_worker="driver") as bridge,
+        RolloutExecutor(
+            weight_bridge=bridge, weight_install_adapter=small_engine_adapter(engine)
+        ) as executor,
+    ):
+
+        def publish(version: int, **changed: torch.Tensor) -> WeightUpdateManifest:
+            sent: dict[str, torch.Tensor] = {**weights(version % 2), **changed}
+            return trainer.publish(sent, weight_version=version)
+
+        executor.update_weights(publish(1))
+        client: Any = executor.weight_install_adapter.client  # type: ignore[union-attr]
+        if by == "in an update":
+            pause = client.pause
+
+            def start_anew(*given: Any, **options: Any) -> None:
+                pause(*given, **options)
+                client.engine = other
+
+            client.pause = start_anew
+            with pytest.raises((SessionRefused, TornEngine), match="started anew"):
+                executor.update_weights(publish(2))
+            client.pause = pause
+        client.engine = other
+        if by == "refused":
+            with pytest.raises(IncompatibleUpdate):
+                executor.update_weights(publish(2, more=torch.ones(3)))
+        else:
+            executor.recover()
+        assert executor.active_weight_version is None
+        with pytest.raises(WeightBridgeUnavailableError):
+            executor.check_servable()
+        executor.update_weights(publish(3))
+        executor.check_servable()
+        assert other.generate([1, 2])["version"].startswith("3@")
