@@ -18,6 +18,7 @@ import torch
 from rl_bridge.engines import evidence, staging
 from rl_bridge.engines.rank import Stage
 from rl_bridge.engines.vllm import canary, model_installer
+from rl_bridge.testing import in_rank
 
 __all__ = ["FaultyWorker", "PlantedError", "flip_byte", "plant", "uproot"]
 
@@ -276,6 +277,11 @@ class FaultyWorker:
         """Plant a fault in the worker of `rank`, -1 for all."""
         if rank in {-1, self.rank}:
             plant(point, nth, action)
+
+    def in_rank(self, text: str) -> str:
+        """What `EngineSuite` asks of this worker."""
+        state: Any = self
+        return in_rank(state.model_runner.get_model(), text)
 
     def uproot_fault(self) -> int:
         """Take it out."""

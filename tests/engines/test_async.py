@@ -175,21 +175,6 @@ def test_many_updates_under_load_leave_every_request_with_a_whole_history(
     assert engine.answers() == fresh[1]
 
 
-def test_a_label_that_is_no_text_is_refused_and_does_not_silence_the_engine(
-    engine: Looped,
-    executor: RolloutExecutor,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    fresh: list[Answers],
-) -> None:
-    executor.update_weights(trainer.publish(weights[0]))
-    wrong = {"label": lambda manifest: manifest.weight_version}
-    numbered = executor_for(engine.llm, loop=engine.loop, serving=wrong)
-    with numbered as other, pytest.raises(TypeError, match="expected a str"):
-        other.update_weights(trainer.publish(weights[1]))
-    assert engine.answers() == fresh[0]
-
-
 def test_an_update_in_the_engines_own_loop_is_refused_with_what_to_do(
     engine: Looped,
     executor: RolloutExecutor,

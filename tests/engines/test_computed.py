@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused_beside_what_is_computed(
 def test_a_hybrid_engine_is_a_fresh_one_and_refuses_what_does_not_fit(
     checkpoints: Checkpoints, trainer: Trainer
 ) -> None:
-    kind = Kind("hybrid")  # in float32: see test_unreached.py
+    kind = Kind("hybrid")  # in float32: see test_derived_tensors.py
     with start(Setting(kind), checkpoints.path(kind, 1)) as llm:
         second = answers(llm)
     sent = [checkpoints.weights(kind, version) for version in (0, 1)]

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_bridge import EngineLost, TornEngine, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge import WeightBridgeError
 from rl_bridge.errors import ChecksumMismatch
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
-from tests.engines.drive import Setting, answers, executor_for, start
+from tests.engines.drive import Setting
 from tests.engines.engines import Bench, bench
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References
@@ -155,55 +155,3 @@ def test_all_ranks_may_fail_at_once(engine: Bench, by: str) -> None:
     engine.check()
     engine.update(by)
     engine.check()
-
-
-def test_both_ways_may_take_turns(engine: Bench) -> None:
-    for by in ("executor", "vLLM's calls", "executor", "vLLM's calls"):
-        engine.update(by)
-        engine.check(by)
-    (first, second) = states(engine)
-    assert first == second
-
-
-def test_an_acknowledgement_of_each_rank_reaches_the_trainer(engine: Bench) -> None:
-    manifest = engine.update()
-    told = {
-        (report.worker, report.rank): (report.state, dict(report.proof or {}))
-        for report in engine.trainer.holders(manifest)
-    }
-    for rank in (0, 1):
-        state, proof = told["vllm", rank]
-        assert state in {"acknowledged", "released"}  # nothing of it is held behind the commit
-        assert proof["root"] == manifest.root
-
-
-# The last test of this file: there is no engine behind it.
-@pytest.mark.timeout(240)
-def test_a_killed_rank_is_a_typed_error_and_a_fresh_engine_serves_only_what_it_was_given(
-    engine: Bench, checkpoints: Checkpoints, references: References
-) -> None:
-    setting = Setting(SETTING.kind)
-    fresh = references.of(setting, 1)
-    engine.trainer.release_all()
-    if engine.holds == 0:
-        engine.update()
-    plant(engine, "exchange", 5, rank=1, action="kill")
-    with pytest.raises((EngineLost, TornEngine)) as caught:
-        engine.update()
-    assert "fresh engine" in str(caught.value)
-    with pytest.raises((EngineLost, TornEngine)):
-        engine.executor.check_servable()
-    with pytest.raises((EngineLost, TornEngine)):
-        engine.executor.recover()
-    manifest = engine.trainer.publish(engine.weights[1])
-    with pytest.raises((EngineLost, TornEngine)):
-        engine.executor.update_weights(manifest)
-    with (
-        start(setting, checkpoints.path(setting.kind, 0)) as llm,
-        executor_for(llm) as executor,
-    ):
-        with pytest.raises(WeightBridgeUnavailableError):
-            executor.check_servable()
-        executor.update_weights(manifest)
-        executor.check_servable()
-        assert answers(llm) == fresh

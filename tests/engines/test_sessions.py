@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import TornEngine
-from rl_bridge.errors import IncompatibleUpdate, SessionRefused
+from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.vllm import VLLMEngineAdapter
 from tests.engines.drive import Setting, answers, executor_for, native_update, start
 from tests.engines.models import Checkpoints, Kind
@@ -269,20 +268,10 @@ def native_refused(llm: Any, manifest: Any) -> None:
     llm.update_weights(info(manifest))
 
 
-def test_a_driver_that_was_taken_over_commits_and_undoes_nothing_of_the_next(
+def test_finishing_without_an_update_is_an_error_and_ends_the_session(
     llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
 ) -> None:
-    late, again = VLLMEngineAdapter(llm, take_over=True), VLLMEngineAdapter(llm, take_over=True)
-    first, second = trainer.publish(weights[0]), trainer.publish(weights[1])
-    late.prepare(first, {})
-    late.install(first, {})
-    again.prepare(second, {})  # takes over: the first is committed by that
-    assert {reply["update_id"] for reply in told(llm)} == {first.update_id}
-    again.install(second, {})
-    for step in (late.resume, late.commit, late.undo):
-        with pytest.raises((SessionRefused, TornEngine), match="has this engine"):
-            step()
-    again.resume()
-    again.commit()
-    again.close()
-    assert {reply["update_id"] for reply in told(llm)} == {second.update_id}
+    llm.start_weight_update()
+    with pytest.raises(Exception, match="no update is installed"):
+        llm.finish_weight_update("nothing")
+    native_update(llm, trainer.publish(weights[1]))

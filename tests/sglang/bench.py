@@ -45,6 +45,7 @@ WAYS: tuple[tuple[RouteName, bool], ...] = (
     *((route, True) for route in ROUTES[1:]),
 )
 PLANT = "tests.sglang.faults.plant"
+ASK = "tests.sglang.faults.ask"
 CALL_S = 120.0
 
 Answers = list[tuple[Any, ...]]
@@ -69,7 +70,7 @@ def options(path: str, ranks: int = 1) -> dict[str, Any]:
         "random_seed": 0,
         "log_level": "error",
         "sleep_on_idle": True,  # else an engine that waits takes a core from whoever works
-        "custom_weight_loader": [PLANT],
+        "custom_weight_loader": [PLANT, ASK],
     }
 
 
@@ -179,11 +180,16 @@ class Bench:
         """Take it out."""
         self._call({"point": "", "rank": None})
 
-    def _call(self, what: dict[str, Any]) -> None:
+    def ask(self, text: str, folder: Path) -> list[str]:
+        """What each rank answers to `EngineSuite`."""
+        self._call({"text": text, "answer": str(folder)}, ASK)
+        return [(folder / str(rank)).read_text("utf-8") for rank in range(self.ranks)]
+
+    def _call(self, what: dict[str, Any], by: str = PLANT) -> None:
         # SGLang's hook for loaders of the user's own brings tests into its process.
         assert self.engine.begin_weight_update()[0]
         named = [(json.dumps(what), torch.zeros(1))]
-        done = self.engine.update_weights_from_tensor(named, load_format=PLANT, flush_cache=False)
+        done = self.engine.update_weights_from_tensor(named, load_format=by, flush_cache=False)
         assert done[0], done
         assert self.engine.end_weight_update()[0]
 

@@ -17,7 +17,9 @@ if importlib.util.find_spec("sglang") is None:
     pytest.exit("tests/sglang needs SGLang: run `make test-sglang`, which installs it.", 4)
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHER_ENGINES = frozenset({"test_kinds.py", "test_ranks.py"})
+OTHER_ENGINES = frozenset(
+    {"test_engine_suite.py", "test_killed.py", "test_kinds.py", "test_ranks.py"}
+)
 STAND_INS = str(ROOT / "tests" / "sglang" / "stand_ins")
 
 # For this process, for the engines' own processes, and for servers.

@@ -9,6 +9,7 @@ import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from rl_bridge.engines.evidence import Places
 from rl_bridge.engines.sglang.host import tensor_group
 from rl_bridge.engines.staging import Exchange, Staged, TensorChange
 from rl_bridge.installers.snapshot import Snapshot
+from rl_bridge.testing import in_rank
 
-__all__ = ["plant"]
+__all__ = ["ask", "plant"]
 
 Named = tuple[str, torch.Tensor]
 _originals: list[tuple[Any, str, Any]] = []
@@ -37,6 +39,12 @@ def plant(model: torch.nn.Module, named: list[Named]) -> None:
     what = json.loads(named[0][0])
     if what["point"] and what["rank"] in {None, tensor_group().rank}:
         _POINTS[what["point"]](model, what["nth"])
+
+
+def ask(model: torch.nn.Module, named: list[Named]) -> None:
+    """What `EngineSuite` asks of this rank; the answer is a file, by rank."""
+    what = json.loads(named[0][0])
+    Path(what["answer"], str(tensor_group().rank)).write_text(in_rank(model, what["text"]), "utf-8")
 
 
 def _patch(owner: Any, name: str, made: Any) -> None:

@@ -9,8 +9,6 @@ import pytest
 
 from rl_bridge import RolloutExecutor, TornEngine, WeightUpdateManifest
 from rl_bridge.engines.sglang.loaders import RouteName
-from rl_bridge.errors import SessionRefused
-from rl_bridge.sglang import SGLangInstallAdapter
 from tests.sglang.bench import Bench, executor_for
 from tests.sglang.test_equal import folder
 
@@ -51,41 +49,6 @@ def label(bench: Bench) -> str:
 
 def name(manifest: WeightUpdateManifest) -> str:
     return f"{manifest.weight_version}@{manifest.root}"
-
-
-def test_a_second_driver_is_refused_by_name_and_touches_nothing(bench: Bench) -> None:
-    with executor_for(bench.engine) as one, executor_for(bench.engine) as other:
-        first = bench.update(one)
-        second = bench.trainer.publish(bench.next())
-        with pytest.raises(SessionRefused, match=NAMED):
-            other.update_weights(second)
-        assert label(bench) == name(first)
-        bench.check()
-        one.update_weights(second)
-        bench.holds = 1 - bench.holds
-        bench.check()
-
-
-@pytest.mark.parametrize("by", ["recover", "take_over"])
-def test_a_killed_drivers_engine_is_recovered(bench: Bench, by: str) -> None:
-    """All that it had proven is committed: requests may have been served by it."""
-    dead, manifest = SGLangInstallAdapter(bench.engine), bench.trainer.publish(bench.next())
-    dead.prepare(manifest, {})
-    dead.install(manifest, {})
-    assert is_paused(bench)
-    bench.holds = 1 - bench.holds
-    with executor_for(bench.engine, take_over=by == "take_over") as executor:
-        if by == "recover":
-            executor.recover()
-            assert not is_paused(bench)
-            assert label(bench) == name(manifest)
-            bench.check()
-        later = bench.update(executor)
-        bench.check()
-        assert (label(bench), is_paused(bench)) == (name(later), False)
-        with pytest.raises(TornEngine, match=NAMED):
-            dead.undo()
-        bench.check()
 
 
 @pytest.mark.parametrize("route", LOADS)

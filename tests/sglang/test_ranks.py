@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import TornEngine, WeightUpdateRejectedError
+from rl_bridge import WeightUpdateRejectedError
 from rl_bridge.engines.sglang.loaders import RouteName
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from tests.engines.models import Checkpoints, Kind
@@ -80,20 +80,6 @@ def test_a_wrong_slice_of_one_rank_is_found_and_its_rank_named(
         pair.check()
 
 
-def test_a_rank_whose_undo_fails_tears_the_engine_until_it_is_recovered(pair: Bench) -> None:
-    with executor_for(pair.engine) as executor:
-        pair.update(executor)
-        pair.plant("undo", 20, 1)
-        with pytest.raises(TornEngine, match=r"rank 1: .*planted in the undo"):
-            executor.update_weights(pair.trainer.publish(pair.next()))
-        with pytest.raises(TornEngine):
-            executor.check_servable()
-        pair.uproot()
-        executor.recover()
-        executor.check_servable()
-        pair.check()
-
-
 def test_elements_that_no_rank_takes_are_refused(pair: Bench) -> None:
     """SGLang's loader cuts off what is too long, without a word."""
     name = "model.layers.0.mlp.gate_proj.weight"
@@ -103,15 +89,6 @@ def test_elements_that_no_rank_takes_are_refused(pair: Bench) -> None:
         with pytest.raises(IncompatibleUpdate, match=r"gate_proj.* takes \d+ of its \d+ elements"):
             executor.update_weights(pair.trainer.publish(longer))
         pair.check()
-
-
-def test_every_rank_tells_the_trainer(pair: Bench) -> None:
-    with executor_for(pair.engine) as executor:
-        manifest = pair.update(executor)
-        told = {(report.worker, report.rank) for report in pair.trainer.holders(manifest) if report}
-        assert {("sglang", 0), ("sglang", 1)} <= told
-        assert executor.last_ack is not None
-        assert executor.last_ack.proof.root == manifest.root
 
 
 @STARTS

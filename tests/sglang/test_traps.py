@@ -154,16 +154,6 @@ def test_a_dtype_that_sglang_would_cast_in_silence_is_refused(bench: Bench) -> N
     refused(bench, half, "is bfloat16, parameter")
 
 
-@pytest.mark.parametrize("route", ["import", "tensor"])
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_are_refused(route: str, number: float, bench: Bench) -> None:
-    """They would stay in cached blocks of every request that ran with them."""
-    name = "model.norm.weight"
-    bad = bench.next()[name].clone()
-    bad[1] = number
-    refused(bench, bench.next(**{name: bad}), "NaN or Inf", route=route)
-
-
 def test_a_model_that_is_compiled_on_the_cpu_is_refused(bench: Bench) -> None:
     """SGLang compiles its weights in: an update would change what no request is computed with."""
     bench.plant("compiled")
@@ -172,10 +162,6 @@ def test_a_model_that_is_compiled_on_the_cpu_is_refused(bench: Bench) -> None:
             executor.update_weights(bench.trainer.publish(bench.next()))
         bench.uproot()
         bench.check()
-
-
-def test_a_copy_that_does_not_fit_its_budget_is_refused(bench: Bench) -> None:
-    refused(bench, bench.next(), "memory_budget_nbytes allows 1000", memory_budget_nbytes=1000)
 
 
 @pytest.mark.parametrize(

@@ -62,21 +62,6 @@ def test_the_label_stays_that_of_the_version_that_is_served(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_an_undo_that_fails_is_done_again_by_recover(exchange: bool, bench: Bench) -> None:
-    with executor_for(bench.engine, exchange=exchange) as executor:
-        bench.update(executor)
-        bench.plant("undo", 20)
-        with pytest.raises(TornEngine):
-            executor.update_weights(bench.trainer.publish(bench.next()))
-        with pytest.raises(TornEngine):
-            executor.check_servable()
-        bench.uproot()
-        executor.recover()
-        executor.check_servable()
-        bench.check()
-
-
-@pytest.mark.parametrize("exchange", [True, False])
 def test_a_torn_engine_takes_a_later_version_in_full(exchange: bool, bench: Bench) -> None:
     with executor_for(bench.engine, exchange=exchange) as executor:
         bench.update(executor)
@@ -86,34 +71,6 @@ def test_a_torn_engine_takes_a_later_version_in_full(exchange: bool, bench: Benc
         bench.uproot()
         bench.update(executor)
         executor.check_servable()
-        bench.check()
-
-
-def test_what_a_driver_left_half_way_is_undone_by_the_next_one(bench: Bench) -> None:
-    with executor_for(bench.engine) as first:
-        bench.update(first)
-        bench.plant("undo", 20)
-        with pytest.raises(TornEngine):
-            first.update_weights(bench.trainer.publish(bench.next()))
-        bench.uproot()
-        with executor_for(bench.engine) as second:
-            second.recover()
-            bench.update(second)
-            bench.check()
-
-
-def test_an_update_that_is_refused_by_its_cache_is_undone(bench: Bench) -> None:
-    """The weights are in by then, proven: all of it goes back."""
-    with executor_for(bench.engine) as executor:
-        adapter = executor.weight_install_adapter
-        client = adapter._client  # type: ignore[union-attr]
-        original = client.drop_caches
-        client.drop_caches = lambda policy: "" if policy is None else "planted"
-        with pytest.raises(WeightUpdateRejectedError, match=r"could not be dropped: planted"):
-            executor.update_weights(bench.trainer.publish(bench.next()))
-        client.drop_caches = original
-        bench.check()
-        bench.update(executor)
         bench.check()
 
 
