@@ -265,7 +265,8 @@ class LeasedView(ABC):
             if self._pins or self._is_over:
                 return
             if self._is_leased:
-                if not self._is_quiet():
+                # The wait runs signals' handlers and finalizers, which may pin in this very thread.
+                if not self._is_quiet() or self._pins:
                     return
                 leases.unlock(self.fd)
                 self._is_leased = False

@@ -216,11 +216,15 @@ class SlotConsumer(ConsumerEnd, Generic[_Handle]):
     def _attachment(self, manifest: WeightUpdateManifest, handle: _Handle) -> Attachment:
         table = manifest.table
         pin = self._pin(manifest, handle)
-        key = (table.digest, pin.place.device)
-        plan = self._plans.get(key)
-        if plan is None:
-            self._plans.clear()  # one layout at a time is the rule; more would only grow
-            plan = self._plans[key] = pin.place.plan(table.nbytes_column)
+        try:
+            key = (table.digest, pin.place.device)
+            plan = self._plans.get(key)
+            if plan is None:
+                self._plans.clear()  # one layout at a time is the rule; more would only grow
+                plan = self._plans[key] = pin.place.plan(table.nbytes_column)
+        except BaseException:
+            del pin  # a caller that keeps the exception must not keep the lease
+            raise
         return Attachment(table, pin, plan, num_threads=self._num_threads)
 
     def _handle(self, manifest: WeightUpdateManifest) -> _Handle:
