@@ -22,6 +22,7 @@ from operator import is_
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     Field,
     InstanceOf,
@@ -60,6 +61,7 @@ FrozenJSON = Annotated[
 ]
 
 _Layout = TypeVar("_Layout", bound=Layout)
+_Handle = TypeVar("_Handle", bound=BaseModel)
 
 
 class LayoutCache(Generic[_Layout]):
@@ -428,6 +430,19 @@ class WeightUpdateManifest(Manifest):
     def weight_layout(self) -> WeightLayout:
         """``metadata["layout"]`` as an object; made together with the manifest."""
         return with_layout(self.metadata)[1]
+
+    def parse_handle(self, kind: type[_Handle]) -> _Handle:
+        """Read the handle as its transport's own kind.
+
+        Raises:
+            MalformedManifest: it is of another kind.
+
+        """
+        try:
+            return kind.model_validate(thaw(self.handle))
+        except ValidationError as error:
+            msg = f"update {self.update_id}: handle {field_problem(error)}. {RESEND}"
+            raise MalformedManifest(msg) from error
 
     def _header_but_digests(self) -> dict[str, JSONValue]:
         return {

@@ -38,7 +38,6 @@ from rl_bridge.transports.base import (
     Carried,
     ConsumerEnd,
     PublisherEnd,
-    parsed_handle,
 )
 
 __all__ = ["SlotConsumer", "SlotHandle", "SlotPublisher"]
@@ -228,7 +227,7 @@ class SlotConsumer(ConsumerEnd, Generic[_Handle]):
         return Attachment(table, pin, plan, num_threads=self._num_threads)
 
     def _handle(self, manifest: WeightUpdateManifest) -> _Handle:
-        handle = parsed_handle(self._handle_type, manifest)
+        handle = manifest.parse_handle(self._handle_type)
         self._check(manifest, handle)
         return handle
 

@@ -9,18 +9,16 @@ suite of `rl_bridge.testing` (see ``docs/how-to/write-a-transport.md``).
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol, Self, TypeVar
+from typing import ClassVar, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import BaseModel, ValidationError
 
-from rl_bridge.errors import MalformedManifest
-from rl_bridge.manifest.canonical import JSONValue, thaw
+from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
@@ -41,12 +39,9 @@ __all__ = [
     "checked_count",
     "checked_seconds",
     "checked_threads",
-    "parsed_handle",
 ]
 
 _MOST_SECONDS = 1e6  # not far below the milliseconds that `poll` takes
-
-_Handle = TypeVar("_Handle", bound=BaseModel)
 
 
 def checked_count(name: str, value: object) -> int:
@@ -186,25 +181,6 @@ class Landed:
     headers: Sequence[bytes | None]
 
 
-def parsed_handle(kind: type[_Handle], manifest: WeightUpdateManifest) -> _Handle:
-    """Read a manifest's handle.
-
-    Raises:
-        MalformedManifest: it is of another kind.
-
-    """
-    try:
-        return kind.model_validate(thaw(manifest.handle))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        msg = (
-            f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the "
-            "manifest as it was published."
-        )
-        raise MalformedManifest(msg) from error
-
-
 class PublisherEnd(ABC):
     """The trainer's end of a transport. The bridge calls it under one lock.
 
@@ -335,12 +311,11 @@ class ConsumerEnd(ABC):
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Tell the publisher; best effort where it is gone, never waits."""
 
-    def in_one_go(self) -> AbstractContextManager[None]:
-        """Reports made inside may reach each publisher as one message, at the end at the latest.
+    in_one_go: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    """Reports made inside may reach each publisher as one message, at the end at the latest.
 
-        Each message wakes a process, which may want the core of its sender.
-        """
-        return nullcontext()
+    Each message wakes a process, which may want the core of its sender.
+    """
 
     @abstractmethod
     def settle(self) -> None:

@@ -44,7 +44,6 @@ from rl_bridge.errors import MalformedManifest, SegmentError, StaleUpdate, Weigh
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.holding import Holding
-from rl_bridge.transports.base import parsed_handle
 
 __all__ = [
     "GREETING_NBYTES",
@@ -512,7 +511,7 @@ def read_handle(kind: type[_Handle], manifest: WeightUpdateManifest) -> _Handle:
         MalformedManifest: it is of another kind, or leads to another publisher.
 
     """
-    handle = parsed_handle(kind, manifest)
+    handle = manifest.parse_handle(kind)
     if handle.publisher_id != manifest.publisher_id:
         msg = (
             f"update {manifest.update_id}: its handle names publisher {handle.publisher_id}, but "
