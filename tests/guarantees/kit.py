@@ -47,7 +47,6 @@ __all__ = [
     "TwoVerbAdapter",
     "damage",
     "engine_tensors",
-    "known_gap",
 ]
 
 Tensors = Mapping[str, torch.Tensor]
@@ -266,25 +265,3 @@ class ModuleReplica(Replica):
     def close(self) -> None:
         super().close()
         self.rig.close()
-
-
-# ---- what is known to be missing ----------------------------------------------------------------
-
-
-def known_gap(reason: str, *, strict: bool = True, **where: list[str]) -> pytest.MarkDecorator:
-    """Run a test over everything, and expect it to fail where a gap is known and not mended yet.
-
-    Args:
-        reason: what happens instead.
-        strict: False where it happens at times only.
-        where: the fixture, ``transport`` or ``replica``, and the names that have the gap.
-
-    """
-    ((fixture, names),) = where.items()
-    every = TRANSPORTS if fixture == "transport" else ADAPTERS
-    gap = pytest.mark.xfail(strict=strict, reason=reason)
-    return pytest.mark.parametrize(
-        fixture,
-        [pytest.param(name, marks=gap if name in names else ()) for name in every],
-        indirect=True,
-    )

@@ -24,7 +24,7 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.testing import BridgeOver, contents_of, sample_weights
-from tests.guarantees.kit import Carrier, Replica, known_gap
+from tests.guarantees.kit import Carrier, Replica
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -197,11 +197,6 @@ def test_a_late_manifest_leaves_the_engine_as_it_is(replica: Replica) -> None:
     assert replica.holds(1)
 
 
-@known_gap(
-    "the bytes of an update that is asked for right after its release do not always come",
-    strict=False,
-    transport=["broadcast"],
-)
 def test_the_active_update_may_come_again_into_a_fresh_engine(
     trainer: BridgeOver, rollout: BridgeOver
 ) -> None:

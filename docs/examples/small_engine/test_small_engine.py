@@ -61,6 +61,8 @@ def running(folder: Path) -> Iterator[EngineUnderTest]:
 
 
 class TestSmallEngine(EngineSuite):
+    every = 2
+
     @pytest.fixture(autouse=True)
     def checkpoints(self, folder: Path) -> None:
         self.folder = folder
@@ -85,7 +87,7 @@ class TestSmallEngineByFile(TestSmallEngine):
     """Fed by its own loader. What the two have in common is tried at fewer places."""
 
     kills = ("install",)
-    every = 3
+    every = 6
 
     def make_driver(self, engine: Engine, **options: Any) -> EngineDriver:
         return small_engine_adapter(engine, file=self.folder / "update.safetensors", **options)
