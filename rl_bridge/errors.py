@@ -31,7 +31,7 @@ The tree::
     │   ├── SuspiciousUpdate              no-op, frozen or narrowed, under policy "reject"
     │   ├── IncompatibleUpdate            prepare: names, shapes or dtypes do not fit the engine
     │   └── ProofFailed                   the engine does not hold what was installed
-    ├── TornEngine                        an install failed and so did its undo
+    ├── TornEngine                        an install failed and so did its undo, or it was cut off
     ├── EngineLost                        an engine in other processes died or cannot be reached
     │   └── SessionRefused                another driver has the engine, or it was started anew
     ├── SegmentError                      shared memory that vanished, shrank or was replaced
@@ -42,8 +42,8 @@ The tree::
     └── BridgeClosed
 
 Each message names the version or tensor, what was expected, what was found, and the remedy.
-An exception raised by a user's adapter or engine is never wrapped: it comes out unchanged in type
-and text, with a note added.
+An exception raised by a user's adapter or engine comes out unchanged in type and text, with a note
+added; only if the undo failed too, it is the cause of a `TornEngine`.
 """
 
 import logging
@@ -223,7 +223,7 @@ class ProofFailed(WeightUpdateRejectedError):
 
 
 class TornEngine(WeightBridgeError):
-    """An install failed and its undo failed too: the engine must not serve.
+    """An install failed and its undo too, or a second Ctrl-C came: the engine must not serve.
 
     The way out is a later update that installs in full, or a completed undo.
     """

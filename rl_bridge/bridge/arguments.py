@@ -32,7 +32,7 @@ UpdateRef = str | AnyManifest
 
 _MAX_RANK = 2**63 - 1
 
-# Of every bridge, whatever its transport.
+# Every bridge takes these, whatever its transport.
 _OWN_OPTIONS = ("observer", "source_rank", "source_worker", "state_dir", "suspicious")
 
 

@@ -102,7 +102,7 @@ class NIXLTensorBridge(TensorBridge):
         Args:
             manifest: of any version of the publisher that is asked, or its JSON text. It is asked
                 over its control connection, takes no record of it, and need not hold that version
-                any more. Of a group of ranks, that is one of the group manifest's ``parts``. None:
+                any more. For a group of ranks, one of the group manifest's ``parts``. None:
                 what this bridge itself published, which is empty before the first publication and
                 after `close`.
 

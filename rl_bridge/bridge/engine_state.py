@@ -43,8 +43,8 @@ class Acknowledgement:
         root: its root; with the proof it says which bytes the engine holds.
         proof: what was found in the engine.
         timings_ms: phase -> milliseconds: attach, verify, prepare, install, prove,
-            resume, total; engines tell more apart (pause, cache, label). All but the total add up
-            to it, but for what lies between them.
+            resume, total; engines tell more apart (pause, cache, label). The phases sum to roughly
+            `total`.
         total_nbytes: bytes of the update.
         peak_rss_nbytes: this process's peak resident memory so far.
 

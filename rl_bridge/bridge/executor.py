@@ -1,9 +1,9 @@
 """`RolloutExecutor`: one weight update as a transaction.
 
 import -> verify -> prepare -> install -> prove -> acknowledge -> release the old one. If any of it
-fails, the install is undone, the update rejected with the reason, and the previous version stays
-active. The steps of one update are in `rl_bridge.bridge.transaction`, what the engine holds in
-`rl_bridge.bridge.engine_state`.
+fails, the previous version stays active: what was installed is undone, and the update is rejected
+with the reason, unless this machine was only short of something. The steps of one update are in
+`rl_bridge.bridge.transaction`, what the engine holds in `rl_bridge.bridge.engine_state`.
 
 Ctrl-C waits for the end of a call (`rl_bridge.interrupts`).
 """

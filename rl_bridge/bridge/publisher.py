@@ -48,7 +48,7 @@ class ConsumerReport:
         presence: ``alive``, ``gone`` (the kernel dropped its lock) or ``unreadable``.
         update_id: the update; empty if it touched none yet.
         weight_version: its version.
-        state: the consumer's fine state for it, such as ``imported`` or ``acknowledged``.
+        state: the consumer's fine state for it, such as ``verified`` or ``acknowledged``.
         reason: why it was rejected.
         proof: the proof that the acknowledgement carried.
         timings_ms: phase -> milliseconds on the consumer's side.

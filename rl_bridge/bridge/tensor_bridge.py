@@ -38,8 +38,9 @@ class TensorBridge:
     """A publisher and a consumer over one transport; each opens when it is first used.
 
     Usually the trainer's object only publishes and the rollout worker's only imports. Every method
-    may be called from any thread, none waits for another process. Wherever an update's id is
-    taken, its manifest or the manifest's JSON text is as well.
+    may be called from any thread. Over ``shared-memory`` and ``local-clone`` none waits for another
+    process, over other transports for at most their `timeout_s`. Wherever an update's id is taken,
+    its manifest or the manifest's JSON text is as well.
     """
 
     transport: ClassVar[str]
@@ -151,8 +152,9 @@ class TensorBridge:
 
         Args:
             source: an ``nn.Module``, a state dict, or an iterable of ``(name, tensor)`` pairs or of
-                `WeightChunk`, such as ``extractor.local()``. CPU tensors of any shape and strides;
-                views travel with their own bytes only, tied tensors once.
+                `WeightChunk`, such as ``extractor.local()``. Tensors of any shape and strides, on
+                the CPU, or on the GPU over a transport that carries those; views travel with their
+                own bytes only, tied tensors once.
             weight_version: 0 or more, above every version that this publisher used before.
             metadata: JSON values of your own; ``metadata["layout"]`` is checked and filled.
             trainable: names that a training step changes, for the no-op detector; by default a

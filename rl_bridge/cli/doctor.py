@@ -78,7 +78,7 @@ PairOption = Annotated[
         "--pair",
         exists=True,
         dir_okay=False,
-        help="Say which transport is used to here from the trainer that wrote this file (--facts).",
+        help="Name the transport to this side from the trainer that wrote this file (--facts).",
     ),
 ]
 AddressOption = Annotated[

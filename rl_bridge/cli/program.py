@@ -158,10 +158,10 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8471,
     transport: Annotated[
-        str, typer.Option(help="By which the bytes come, where the engine is a URL.")
+        str, typer.Option(help="Transport of the bytes, if the engine is a URL.")
     ] = "shared-memory",
     server: Annotated[
-        EngineServer, typer.Option(help="Whose server the URL is: vllm, or sglang.")
+        EngineServer, typer.Option(help="Kind of server at the URL: vllm or sglang.")
     ] = EngineServer.VLLM,
     api_key_file: Annotated[
         Path | None,

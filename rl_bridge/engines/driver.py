@@ -5,9 +5,9 @@ pause to the resume requests wait; whatever fails in between, no request sees a 
 for every engine: an engine supplies an `EngineClient`, by which its ranks are called, and in each
 rank a `RankHost`.
 
-What a driver left half-way that ended in between, the next one ends as it takes over: if all ranks
-hold an update that is proven, requests may have been served by it, and the way is forward, to its
-commit; else it is taken back on all of them.
+If a driver dies in the middle of an update, its successor ends that update as it takes over. If all
+ranks hold it and have proven it, requests may have been served by it, so it is committed; else it
+is undone on all ranks.
 """
 
 import logging
@@ -22,7 +22,7 @@ import torch
 from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rpc import EngineClient, Replies
 from rl_bridge.engines.serving import Serving, ServingOptions
-from rl_bridge.engines.session import refuse_second
+from rl_bridge.engines.session import second_driver_error
 from rl_bridge.errors import (
     EngineLost,
     ProofFailed,
@@ -37,7 +37,7 @@ __all__ = ["EngineDriver", "Loader"]
 
 _LOG = logging.getLogger(__name__)
 
-# An engine that lives tells within this time who has it, whatever it computes just now.
+# A live engine answers within this time which driver has it, whatever it computes just now.
 _LIFE_S = 60.0
 # A driver that leaves waits no longer than this for an engine to take note of it.
 _LEAVE_S = 10.0
@@ -55,7 +55,7 @@ class Loader:
     def prepare(
         self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
     ) -> Mapping[str, Any]:
-        """Refuse what can be refused before the ranks are asked; what else these are told."""
+        """Refuse what can be refused before the ranks are asked; returns more for them to know."""
         del manifest, tensors
         return {}
 
@@ -65,12 +65,12 @@ class Loader:
     def load(
         self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
     ) -> Mapping[str, Any]:
-        """Feed the engine's own loader; what the ranks need to know for their proof."""
+        """Feed the engine's own loader; returns what the ranks need for their proof."""
         del manifest, tensors
         return {}
 
     def abort(self, *, left: bool) -> None:
-        """End what `load` may have left open, or if `left` what another driver's did."""
+        """End what `load` may have left open; if `left`, the `load` of another driver."""
 
     def ended(self, *, installed: bool) -> None:
         """The update is committed, or undone: what the other version needed may go."""
@@ -258,7 +258,7 @@ class EngineDriver(TransactionalAdapter):
         return is_new
 
     def leave(self) -> None:
-        """Leave the engine to the next driver. What is left half-way, that one ends."""
+        """Leave the engine to the next driver, which ends what is left half-way."""
         if self._client.epoch:
             try:
                 self._client.ask("leave", within_s=_LEAVE_S)
@@ -307,7 +307,7 @@ class EngineDriver(TransactionalAdapter):
         others = [r for r in replies if r["driver"] not in {"", self._client.driver}]
         self._client.is_lost = True
         if others and not take_over:
-            raise refuse_second(others[0]["driver_name"])
+            raise second_driver_error(others[0]["driver_name"])
         if others:
             _LOG.warning("the engine is taken over from driver %s", others[0]["driver_name"])
         before, self._client.epoch = self._client.epoch, 1 + max(r["epoch"] for r in replies)
@@ -359,7 +359,7 @@ class EngineDriver(TransactionalAdapter):
         self.commit()
 
     def _back(self, *, left: bool) -> None:
-        """Take the update back. Weights last: old weights are all that a successor has to find."""
+        """Take the update back. Weights last: a successor only looks for old weights."""
         if self._ran:
             self._serving.stop(undoes=True)  # again: it is not known whether the engine goes on
             self._serving.drop_undone()

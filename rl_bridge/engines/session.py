@@ -2,10 +2,10 @@
 
 A driver opens a session with all ranks of its engine before its first update. Each rank keeps who
 has it and the session's epoch, a number that only grows; every later call names both, and a call
-of another driver or of an earlier epoch is refused at this one door, with the name of the driver
-that has the engine. A driver that leaves, leaves it to the next one. A driver that died has it
-still: the next one takes over, which is a decision (`take_over=True`, or `recover()`), and ends
-what was left half-way.
+of another driver or of an earlier epoch is refused by `Session.require`, with the name of the
+driver that has the engine. A driver that leaves gives the engine free. One that died has it still:
+the next driver takes over, which is a decision (`take_over=True`, or `recover()`), and finishes or
+undoes the update that was left half-way.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from typing import Any
 
 from rl_bridge.errors import SessionRefused
 
-__all__ = ["Session", "refuse_second"]
+__all__ = ["Session", "second_driver_error"]
 
 
-def refuse_second(name: str) -> SessionRefused:
-    """Another driver has the engine."""
+def second_driver_error(name: str) -> SessionRefused:
+    """The error of a driver that finds another one."""
     return SessionRefused(
         f"driver {name} has this engine, and one driver at a time updates an engine. Close that "
         "one's executor; or take the engine over, by recover() or with take_over=True, which ends "
@@ -37,7 +37,7 @@ class Session:
     def open(self, driver: str, name: str, epoch: int, *, take_over: bool) -> None:
         """Give the rank to a driver; with `take_over`, also if another one has it."""
         if self.driver not in {"", driver} and not take_over:
-            raise refuse_second(self.name)
+            raise second_driver_error(self.name)
         if epoch <= self.epoch:
             raise SessionRefused(
                 f"a session of epoch {epoch} was opened too late: driver {self.name} had this "
@@ -46,11 +46,11 @@ class Session:
         self.epoch, self.driver, self.name = epoch, driver, name
 
     def require(self, given: Mapping[str, Any]) -> None:
-        """The door: refuse a call that is not of the session."""
+        """Refuse a call that is not of the session."""
         if self.driver and (given.get("driver"), given.get("epoch")) == (self.driver, self.epoch):
             return
         if self.driver:
-            raise refuse_second(self.name)
+            raise second_driver_error(self.name)
         whose = f"driver {self.name} had it last" if self.epoch else "it was started anew"
         raise SessionRefused(
             f"no driver has this engine ({whose}), and this call is of a session of epoch "

@@ -112,7 +112,7 @@ class TransactionalAdapter(ABC):
 
     @property
     def phases_ms(self) -> Mapping[str, float]:
-        """Phase -> milliseconds, of phases inside of `install`, `prove` and `resume`.
+        """Phase -> milliseconds, of phases inside of `prepare`, `install` and `resume`.
 
         The acknowledgement lists them apart, and the time of a step without them. Where an
         adapter `imports_itself`, ``verify`` is inside of `prepare`, whatever else it has then too.

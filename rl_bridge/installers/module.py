@@ -7,7 +7,8 @@ Three ways, one contract:
 ``alias``  the engine's tensors are pointed at the imported pages. Costs nothing per byte; addresses
            change with every version.
 ``flip``   the engine's tensors are views of one fixed range, under which versions are exchanged.
-           Costs nothing per byte, addresses never change. Needs shared-memory.
+           Costs nothing per byte, addresses never change. Needs a mapped segment: a transport
+           such as shared-memory or cuda-vmm.
 """
 
 import weakref
@@ -168,9 +169,8 @@ def _not_installed() -> WeightBridgeError:
 class _CopyMode(_Mode):
     """Copies; every byte that the engine holds afterwards is read again for the proof.
 
-    The version before is retained: copied back, it is the undo. Only a published segment can be
-    that: into a copy in this process's own memory the user may have written. Without one, the
-    engine is copied aside.
+    The version before is retained: copied back, it is the undo. That takes a sealed segment, since
+    users may write to a private copy. Without one, the engine is copied aside.
     """
 
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
@@ -390,8 +390,8 @@ class _FlipMode(_RebindingMode):
         table, pin = update.manifest.table, update.tensors.pin
         if pin.view is None:
             msg = (
-                "a flip needs the mapped segment of a shared-memory update, this transport copied "
-                "it in. Use mode='copy' or 'alias'."
+                "a flip needs a mapped segment, and this transport copied the update "
+                "in. Use mode='copy' or 'alias'."
             )
             raise IncompatibleUpdate(msg)
         if (

@@ -1,7 +1,7 @@
 """The way back: one small control segment per publisher, one record per consumer.
 
 A consumer claims a record by locking it (the kernel tells when it is gone) and writes there what it
-did with each update: imported, acknowledged with which proof, rejected why, released. Consumers can
+did with each update: verified, acknowledged with which proof, rejected why, released. Consumers can
 write to the whole segment, so the publisher believes nothing in it: a record is length-checked,
 checksummed and parsed into a strict model, and what does not parse is reported as unreadable.
 """

@@ -15,7 +15,7 @@ import torch
 from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rank import EngineRank, RankHost, Stage, rank_of
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, clear_frames
-from rl_bridge.engines.session import refuse_second
+from rl_bridge.engines.session import second_driver_error
 from rl_bridge.engines.vllm import require
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
@@ -183,7 +183,7 @@ class NativeUpdates:
     def _read(self, given: object) -> WeightUpdateManifest:
         session = self._rank.session
         if session.driver not in {"", _DRIVER}:
-            raise refuse_second(session.name)
+            raise second_driver_error(session.name)
         if self._rank.options.get("reload"):
             msg = "the executor updates this engine by reloads. Use the executor, which pauses it."
             raise WeightUpdateRejectedError(msg)
