@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.progress import track
 
 from rl_bridge.cuda.digest import DevicePass, EngineName
-from rl_bridge.cuda.leaves import ALIGNMENT, CAST_BF16
+from rl_bridge.cuda.leaves import CAST_BF16
+from rl_bridge.manifest.table import ALIGNMENT
 from rl_bridge.memory.passes import BytePlan
 
 __all__ = ["main"]

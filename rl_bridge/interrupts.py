@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["deferred_interrupts"]
-
 _LOG = logging.getLogger(__name__)
 
 

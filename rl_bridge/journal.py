@@ -27,8 +27,6 @@ from rl_bridge.errors import (
 )
 from rl_bridge.processes import close_fd, open_fd
 
-__all__ = ["Journal", "not_above"]
-
 _FILE = "publisher.json"
 _LOCK = "publisher.lock"
 _FORMAT: Final = "rl_bridge.journal/1"

@@ -19,15 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-__all__ = [
-    "close_fd",
-    "forget_fd_in_children",
-    "in_forked_children",
-    "no_fork",
-    "open_fd",
-    "process_name",
-]
-
 _FORKS = threading.RLock()
 _PRIVATE: set[int] = set()
 _TO_CLOSE: deque[int] = deque()

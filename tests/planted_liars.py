@@ -10,17 +10,18 @@ from typing import Any, ClassVar
 
 import torch
 
+from rl_bridge.installers.arguments import Engine
 from rl_bridge.installers.base import InstallProof
-from rl_bridge.installers.engine_memory import Engine, named_engine_tensors
+from rl_bridge.installers.engine_memory import named_engine_tensors
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.views import Pin, anonymous_pin
+from rl_bridge.memory.views import Attachment, Pin, anonymous_pin
 from rl_bridge.testing import InstallerSuite, TransportSuite
 from rl_bridge.testing.faults import flip_byte
-from rl_bridge.transports.base import Attachment, Carried, ConsumerEnd, PublisherEnd, Transport
+from rl_bridge.transports.base import Carried, ConsumerEnd, PublisherEnd, Transport
 from rl_bridge.transports.local import LocalClone
 
 __all__ = ["INSTALLER_LIES", "TRANSPORT_LIES"]

@@ -52,7 +52,7 @@ NAMES_ALL_TRANSPORTS = frozenset({"registry"})
 
 # A module below this size that one other module imports is part of that one. (What only the face
 # of a package imports is public, and stands for itself.)
-FRAGMENT_LINES = 120
+FRAGMENT_LINES = 115
 
 # What no layer forbids and the plan of the house does.
 NEVERS: tuple[tuple[str, str, str], ...] = (
@@ -267,12 +267,27 @@ def below(package: str, name: str) -> bool:
     return f"{name}.".startswith(f"{PACKAGE}.{package}.")
 
 
-def check_all_is_declared(modules: Sequence[Module]) -> list[str]:
+def check_faces_declare_their_names(modules: Sequence[Module]) -> list[str]:
+    """Find faces of packages without `__all__`: what they offer is imported from elsewhere."""
     return [
         module.at(1, "no __all__")
         for module in modules
-        if not module.name.endswith("__main__")
+        if module.path.name == "__init__.py"
         and "__all__" not in {name for node in module.tree.body for name in assigned(node)}
+    ]
+
+
+def check_private_names_stay(modules: Sequence[Module]) -> list[str]:
+    """Find imports of names with an underscore: those belong to the module that defines them."""
+    return [
+        module.at(line, f"takes {name} from {target}: a name that others take has no underscore")
+        for module in modules
+        for line, target, name in imports(module)
+        if target.startswith(PACKAGE)
+        and name is not None
+        and name.startswith("_")
+        and not name.endswith("__")
+        and f"{target}.{name}" not in {other.name for other in modules}
     ]
 
 
@@ -359,7 +374,8 @@ LIBRARY_RULES: tuple[Rule, ...] = (
     check_fragments,
     check_circles,
     check_nevers,
-    check_all_is_declared,
+    check_faces_declare_their_names,
+    check_private_names_stay,
     check_docstrings,
     check_no_pickle,
     check_no_swallowed_errors,
@@ -449,7 +465,8 @@ PLANTED: dict[str, tuple[Rule, str, str]] = {
     "fragment": (check_fragments, "transports/one.py", ""),
     "circle": (check_circles, "errors.py", "import @.manifest"),
     "never": (check_nevers, "memory/x.py", "def f():\n    from @.cuda import y"),
-    "missing-all": (check_all_is_declared, "memory/x.py", ""),
+    "missing-all": (check_faces_declare_their_names, "memory/__init__.py", ""),
+    "private-name": (check_private_names_stay, "bridge/x.py", "from @.errors import _describe"),
     "missing-docstring": (check_docstrings, "memory/x.py", ""),
     "pickle": (check_no_pickle, "memory/x.py", "import pickle"),
     "late-pickle": (check_no_pickle, "memory/x.py", "def f():\n    from cloudpickle import dumps"),

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from _lib.environment import collect_environment
+from rl_bridge.cuda.devices import cuda_cause
 from rl_bridge.cuda.digest import kernel_cause
-from rl_bridge.transports.cuda import cuda_cause
 
 __all__ = ["gpu_blocked", "gpu_environment"]
 

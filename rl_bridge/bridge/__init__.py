@@ -11,7 +11,6 @@ from rl_bridge.bridge.bridges import (
     LocalTensorCopyBridge,
     NIXLTensorBridge,
     SharedMemoryTensorBridge,
-    TensorBridge,
     make_weight_bridge,
 )
 from rl_bridge.bridge.engine_state import Acknowledgement
@@ -22,6 +21,7 @@ from rl_bridge.bridge.protocols import (
     WeightPublisher,
 )
 from rl_bridge.bridge.publisher import ConsumerReport
+from rl_bridge.bridge.tensor_bridge import TensorBridge
 
 __all__ = [
     "Acknowledgement",

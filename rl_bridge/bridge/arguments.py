@@ -13,20 +13,6 @@ from rl_bridge.manifest.group import AnyManifest, GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.base import Transport
 
-__all__ = [
-    "UpdateRef",
-    "as_manifest",
-    "as_update",
-    "check_options",
-    "checked_observer",
-    "checked_rank",
-    "checked_state_dir",
-    "checked_worker",
-    "in_a_child",
-    "require_transport",
-    "update_id_of",
-]
-
 UpdateRef = str | AnyManifest
 """What names an update: its id, its manifest, or the manifest's JSON text."""
 

@@ -16,17 +16,6 @@ from rl_bridge.transports.registry import (
     canonical_name,
 )
 
-__all__ = [
-    "BroadcastTensorBridge",
-    "CUDAIPCTensorBridge",
-    "CUDAVMMTensorBridge",
-    "LocalTensorCopyBridge",
-    "NIXLTensorBridge",
-    "SharedMemoryTensorBridge",
-    "TensorBridge",
-    "make_weight_bridge",
-]
-
 
 class LocalTensorCopyBridge(TensorBridge):
     """``local-clone``: one process, every update copied."""

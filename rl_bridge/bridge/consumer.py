@@ -48,20 +48,8 @@ from rl_bridge.manifest.group import AnyManifest
 from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
-from rl_bridge.memory.views import ImportedTensors, Pin
-from rl_bridge.transports.base import Attachment, ConsumerEnd, Transport
-
-__all__ = [
-    "REMEMBERED",
-    "UNSEEN",
-    "AnyConsumer",
-    "Consumer",
-    "LazyTensors",
-    "Order",
-    "PlainConsumer",
-    "is_shortage",
-    "require_header",
-]
+from rl_bridge.memory.views import Attachment, ImportedTensors, Pin
+from rl_bridge.transports.base import ConsumerEnd, Transport
 
 _LOG = logging.getLogger(__name__)
 

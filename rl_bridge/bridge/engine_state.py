@@ -26,8 +26,6 @@ from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle import Event, State
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["Acknowledgement", "EngineState"]
-
 _LOG = logging.getLogger(__name__)
 _OVER = frozenset({State.REJECTED, State.RELEASED})
 _TEARABLE = frozenset({State.STAGED, State.INSTALLED})

@@ -17,10 +17,11 @@ from typing import Self
 import torch
 
 from rl_bridge.bridge.arguments import UpdateRef, in_a_child, update_id_of
-from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.consumer import PlainConsumer
 from rl_bridge.bridge.engine_state import Acknowledgement, EngineState
 from rl_bridge.bridge.protocols import WeightConsumer
+from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.bridge.transaction import Transaction
 from rl_bridge.errors import (
     BridgeClosed,
@@ -36,8 +37,6 @@ from rl_bridge.lifecycle import State
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.group import AnyManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
-
-__all__ = ["RolloutExecutor"]
 
 
 class RolloutExecutor:

@@ -9,8 +9,6 @@ from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.trainers.state_dict import Source
 
-__all__ = ["WeightBridge", "WeightConsumer", "WeightPublisher"]
-
 
 @runtime_checkable
 class WeightPublisher(Protocol):

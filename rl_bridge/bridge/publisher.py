@@ -30,8 +30,6 @@ from rl_bridge.memory.packing import PackPlan, pack_plan
 from rl_bridge.trainers.state_dict import Source, tensors_to_publish
 from rl_bridge.transports.base import PublisherEnd, Transport
 
-__all__ = ["ConsumerReport", "Publisher", "checked_version"]
-
 _LOG = logging.getLogger(__name__)
 _REMEMBERED = 32
 _MOST_BITS = 63

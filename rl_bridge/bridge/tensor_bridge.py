@@ -31,8 +31,6 @@ from rl_bridge.trainers.state_dict import Source
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import transport_class
 
-__all__ = ["TensorBridge"]
-
 
 class TensorBridge:
     """A publisher and a consumer over one transport; each opens when it is first used.

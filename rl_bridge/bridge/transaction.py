@@ -31,8 +31,6 @@ from rl_bridge.manifest.compare import Policy, look_for_suspicion
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.views import ImportedTensors
 
-__all__ = ["Step", "Transaction"]
-
 _LOG = logging.getLogger(__name__)
 _NOT_IMPORTED: Mapping[str, torch.Tensor] = MappingProxyType({})
 _IMPORTED = frozenset({State.IMPORTED, State.VERIFIED})

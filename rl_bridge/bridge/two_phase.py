@@ -17,8 +17,6 @@ from rl_bridge.errors import IllegalTransition, UnknownUpdate, WeightUpdateRejec
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["TwoPhaseExecutor", "require_two_phase"]
-
 
 class TwoPhaseExecutor(RolloutExecutor):
     """A `RolloutExecutor` whose updates may also be taken step by step."""

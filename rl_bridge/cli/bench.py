@@ -27,16 +27,6 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import default_threads, native_cause
 from rl_bridge.testing.processes import Child, ChildDied, ChildError
 
-__all__ = [
-    "MEMORY_FACTOR",
-    "WAYS",
-    "MeasurementFailed",
-    "Sizes",
-    "Timings",
-    "bench",
-    "measure",
-]
-
 # ---- the measurement: a publisher here, a consumer in a process of its own ----------------------
 #
 # Each update changes every byte and takes the whole way: publish with digests, the manifest's JSON

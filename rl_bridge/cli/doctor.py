@@ -47,25 +47,6 @@ from rl_bridge.transports.broadcast.transport import backend_cause
 from rl_bridge.transports.nixl import library as backends
 from rl_bridge.transports.nixl.library import BACKENDS
 
-__all__ = [
-    "ENGINES",
-    "FEATURES",
-    "NIXL_BACKEND",
-    "AddressOption",
-    "DirectoryOption",
-    "FactsOption",
-    "PairOption",
-    "compiled_pass",
-    "doctor",
-    "engine",
-    "engine_features",
-    "feature",
-    "nixl_backends",
-    "ray",
-    "say_facts",
-    "say_pair",
-]
-
 # ---- a pair: the facts of this side, and the transport that the two use -------------------------
 
 FactsOption = Annotated[

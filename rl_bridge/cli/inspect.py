@@ -24,8 +24,6 @@ from rl_bridge.manifest.canonical import JSONValue, canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorDescriptor, TensorTable
 
-__all__ = ["inspect"]
-
 _LARGEST = 10
 
 

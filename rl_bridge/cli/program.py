@@ -28,14 +28,6 @@ from rl_bridge.memory.segment import sweep
 from rl_bridge.remote import SidecarConfig, serve
 from rl_bridge.remote.serve import EngineServer, find_executor
 
-__all__ = [
-    "app",
-    "demo",
-    "gc",
-    "main",
-    "sidecar",
-]
-
 
 def demo(
     transport: Annotated[

@@ -14,21 +14,6 @@ from rich.text import Text
 from rl_bridge.manifest.canonical import JSONValue, canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = [
-    "ManifestFile",
-    "duration",
-    "facts",
-    "memory_nbytes",
-    "plain",
-    "read_manifest",
-    "say_error",
-    "say_json",
-    "screen",
-    "size",
-    "status_text",
-    "version",
-]
-
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
 # In a file or a pipe a row stays one line, however long: a name that is cut in two is not found.

@@ -31,8 +31,6 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.registry import transport_class
 from rl_bridge.transports.shared_memory import SharedMemory
 
-__all__ = ["verify"]
-
 _SHOWN = 20
 _DIGITS = 12  # of a checksum on the screen; the error and --json have them all
 

@@ -16,11 +16,7 @@ import triton
 import triton.language as tl
 
 from rl_bridge.cuda import leaves
-
-__all__ = [
-    "INTERPRETED",
-    "digest_leaves",
-]
+from rl_bridge.manifest.table import ALIGNMENT
 
 # Triton's language is a dialect: types are inferred, compile-time arguments are in capitals, a
 # number has to stand where it is used, and everything that a function works on is an argument.
@@ -33,7 +29,7 @@ _STRIPES = tl.constexpr(leaves.STRIPES)
 _PAIRS = tl.constexpr(leaves.LANES // 2)
 _BLOCK = tl.constexpr(leaves.STRIPES * leaves.LANES)
 _BLOCK_NBYTES = tl.constexpr(8 * leaves.STRIPES * leaves.LANES)
-_ALIGN = tl.constexpr(leaves.ALIGNMENT)
+_ALIGN = tl.constexpr(ALIGNMENT)
 
 _KEY_END = tl.constexpr(leaves.KEY_END)
 _KEY_SCRAMBLE = tl.constexpr(leaves.LANES * leaves.KEY_SCRAMBLE)

@@ -49,21 +49,6 @@ from rl_bridge.processes import (
     no_fork,
 )
 
-__all__ = [
-    "ANSWER",
-    "MAGIC",
-    "REQUEST",
-    "SOCKET_PATH_NBYTES",
-    "Broker",
-    "BrokerRef",
-    "Server",
-    "Status",
-    "fetch_fd",
-    "may_talk",
-    "peer_of",
-    "sweep_brokers",
-]
-
 # ---- the server's thread, its private directory, and the answers ---------------------------------
 
 _LOG = logging.getLogger(__name__)

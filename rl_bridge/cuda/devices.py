@@ -18,17 +18,6 @@ from rl_bridge.cuda.host import HostIPCDriver
 from rl_bridge.cuda.libcuda import CUDADriver, ordinal_of
 from rl_bridge.memory.places import CPU_PLACE, Pass, Place
 
-__all__ = [
-    "CUDAPlace",
-    "DriverName",
-    "cuda_cause",
-    "cuda_place",
-    "driver_at",
-    "driver_of",
-    "place_at",
-    "place_of",
-]
-
 DriverName = Literal["cuda", "host"]
 
 _LOCK = threading.RLock()

@@ -16,22 +16,14 @@ import numpy.typing as npt
 import torch
 
 from rl_bridge.cuda.digest_engines import Engine, KernelEngine, TorchEngine, bytes_at
-from rl_bridge.cuda.leaves import ALIGNMENT, CASTS, LeafTable
+from rl_bridge.cuda.leaves import CASTS, LeafTable
 from rl_bridge.cuda.streams import has_come, refuse_capture
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes
+from rl_bridge.manifest.table import ALIGNMENT
 from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import Addresses
 from rl_bridge.memory.tensors import is_lazy_view
-
-__all__ = [
-    "AddressPass",
-    "DevicePass",
-    "EngineName",
-    "choose_engine",
-    "full_device",
-    "kernel_cause",
-]
 
 # ---- the engine of a device: the Triton kernel if it works and is right, else torch --------------
 

@@ -16,20 +16,12 @@ import numpy.typing as npt
 import torch
 
 from rl_bridge.cuda import leaves
-from rl_bridge.cuda.leaves import ALIGNMENT, CASTS, LeafTable
+from rl_bridge.cuda.leaves import CASTS, LeafTable
 from rl_bridge.cuda.streams import table_on
 from rl_bridge.errors import SegmentError
 from rl_bridge.manifest.digest import PAD_NBYTES
+from rl_bridge.manifest.table import ALIGNMENT
 from rl_bridge.memory import vm
-
-__all__ = [
-    "CHUNK_NBYTES",
-    "Engine",
-    "KernelEngine",
-    "TorchDigest",
-    "TorchEngine",
-    "bytes_at",
-]
 
 # ---- X3T-128K in torch's operations --------------------------------------------------------------
 

@@ -17,17 +17,6 @@ from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
 from rl_bridge.processes import close_fd
 
-__all__ = [
-    "CAPTURING",
-    "INVALID_VALUE",
-    "NOT_FOUND",
-    "NOT_INITIALIZED",
-    "NOT_READY",
-    "Device",
-    "VMMDriver",
-    "driver_error",
-]
-
 INVALID_VALUE = "CUDA_ERROR_INVALID_VALUE"
 NOT_INITIALIZED = "CUDA_ERROR_NOT_INITIALIZED"
 NOT_FOUND = "CUDA_ERROR_NOT_FOUND"

@@ -24,13 +24,6 @@ from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.segment import process_start_time
 from rl_bridge.processes import close_fd, forget_fd_in_children, no_fork
 
-__all__ = [
-    "FREED",
-    "HostDriver",
-    "HostIPCDriver",
-    "Live",
-]
-
 _GRANULARITY = 2 << 20
 
 _PROT_NONE = 0

@@ -19,14 +19,6 @@ from rl_bridge.memory import segment as leases
 from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.segment import SegmentRef, open_segment, still_there
 
-__all__ = [
-    "IPC_HANDLE_NBYTES",
-    "IPC_UNIT",
-    "IPCDriver",
-    "Opening",
-    "PlainMemory",
-]
-
 IPC_HANDLE_NBYTES = 64
 IPC_UNIT = 2 << 20
 """Sizes are multiples of this many bytes: less shares a block with other memory of the owner."""

@@ -13,33 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, PAD_NBYTES, tensor_digest
-from rl_bridge.manifest.table import ALIGNMENT
 from rl_bridge.memory import passes
 from rl_bridge.memory.passes import Addresses
-
-__all__ = [
-    "ALIGNMENT",
-    "AVALANCHE",
-    "BLOCKS",
-    "CASTS",
-    "CAST_BF16",
-    "CAST_FP16",
-    "CAST_WIDTH",
-    "KEY_END",
-    "KEY_FIRST",
-    "KEY_HIGH",
-    "KEY_LOW",
-    "KEY_SCRAMBLE",
-    "LANES",
-    "PRIME32_1",
-    "PRIME64_1",
-    "PRIME64_2",
-    "STRIPES",
-    "WIDEST",
-    "WIDTHS",
-    "LeafTable",
-    "key_words",
-]
 
 LANES = 8
 """Words of 64 bits in a stripe; the state has one accumulator for each."""

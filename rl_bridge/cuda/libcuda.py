@@ -35,13 +35,6 @@ from rl_bridge.cuda.ipc import IPC_HANDLE_NBYTES, IPCDriver
 from rl_bridge.errors import DeadlineExceeded, DriverError
 from rl_bridge.processes import forget_fd_in_children, no_fork
 
-__all__ = [
-    "IPC_HANDLE_NBYTES",
-    "CUDADriver",
-    "Library",
-    "ordinal_of",
-]
-
 # ---- libcuda's functions, with `DriverError` for their failures ----------------------------------
 
 _SUCCESS = 0

@@ -22,12 +22,6 @@ from rl_bridge.errors import (
 from rl_bridge.memory.flip import LiveRange
 from rl_bridge.memory.views import Pin
 
-__all__ = [
-    "DeviceRange",
-    "Live",
-    "live_range",
-]
-
 # ---- in device memory ----------------------------------------------------------------------------
 
 

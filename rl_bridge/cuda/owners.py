@@ -22,16 +22,6 @@ from rl_bridge.cuda.driver import CAPTURING, INVALID_VALUE, VMMDriver
 from rl_bridge.errors import DeadlineExceeded, DriverError, SegmentError, TornEngine
 from rl_bridge.processes import close_fd, forget_fd_in_children
 
-__all__ = [
-    "AddressRange",
-    "Allocation",
-    "Descriptor",
-    "Reference",
-    "put_off",
-    "quietly",
-    "settle_late",
-]
-
 # ---- owners of memory and of descriptors ---------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)

@@ -13,13 +13,6 @@ import torch
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 
-__all__ = [
-    "Writes",
-    "has_come",
-    "refuse_capture",
-    "table_on",
-]
-
 _LOG = logging.getLogger(__name__)
 _POLL_S = 20e-6
 

@@ -32,12 +32,6 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 
-__all__ = [
-    "Calls",
-    "TorchHandle",
-    "decline",
-]
-
 TRANSPORT = "cuda-ipc"
 _MAX_INT = 2**63
 _COUNTER_FILE = re.compile(rb"/torch_([0-9]{1,10})_[0-9A-Za-z_]{1,64}\0?")

@@ -27,16 +27,6 @@ from rl_bridge.errors import (
 from rl_bridge.memory.segment import SegmentRef, still_there
 from rl_bridge.memory.views import LeasedView, Pin, anonymous_pin
 
-__all__ = [
-    "SHARE_NAMESPACES",
-    "ArenaRef",
-    "DeviceView",
-    "IPCArenaRef",
-    "IPCView",
-    "ipc_namespace",
-    "private_pin",
-]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -17,16 +17,6 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Learner",
-    "LearnerConfig",
-    "Policy",
-    "SampleBatch",
-    "SortTask",
-    "group_advantages",
-    "log_probs",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortTask:

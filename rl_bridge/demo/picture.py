@@ -12,8 +12,6 @@ from rl_bridge.demo.report import DemoResult, phases
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_picture"]
-
 _INK, _MUTED, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
 _BLUE, _SKY = "#0072b2", "#56b4e9"
 _OUTCOMES = {"refused": ("#d55e00", "X"), "undone": ("#a3528a", "D")}

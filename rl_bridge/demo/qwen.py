@@ -23,16 +23,6 @@ from rl_bridge.demo.model import EngineFault, Sampler
 from rl_bridge.engines.staging import Exchange, Staged
 from rl_bridge.errors import WeightBridgeUnavailableError
 
-__all__ = [
-    "LEARNER",
-    "MAX_SEQUENCES",
-    "EngineSampler",
-    "build_qwen",
-    "failing_exchange",
-    "version_label",
-    "vocabulary_size",
-]
-
 MAX_SEQUENCES = 512
 """That an engine samples at once: one step's batch."""
 

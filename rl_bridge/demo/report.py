@@ -11,18 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "DemoResult",
-    "FaultRow",
-    "StepRow",
-    "Update",
-    "phases",
-    "print_fault",
-    "print_report",
-    "step_line",
-    "write_json",
-]
-
 Update = Literal["installed", "refused", "undone"]
 
 

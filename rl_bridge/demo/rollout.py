@@ -30,8 +30,6 @@ from rl_bridge.errors import (
 from rl_bridge.testing.processes import Child, ChildDied, ChildError
 from rl_bridge.transports.registry import transport_class
 
-__all__ = ["Engine", "InstallReply", "Rollout", "RolloutConfig", "RolloutWorker", "SampleReply"]
-
 _START_TIMEOUT_S = 300.0  # on a busy machine with a cold disk
 
 

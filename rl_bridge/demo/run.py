@@ -18,8 +18,6 @@ from rl_bridge.demo.trainer import Trainer, plan_faults
 from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.transports.registry import canonical_name, transport_class
 
-__all__ = ["DEFAULT_STEPS", "run_demo"]
-
 DEFAULT_STEPS = 80
 _TRANSPORTS = ("shared-memory", "local-clone")
 

@@ -16,8 +16,6 @@ from rl_bridge.demo.qwen import MAX_SEQUENCES, EngineSampler, failing_exchange, 
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.errors import WeightBridgeUnavailableError
 
-__all__ = ["NAME", "SGLangSampler", "plant"]
-
 NAME = "fail half-way"
 """Of the tensor that `plant` is given: it holds 1 for a fault, 0 for none."""
 LOADER = f"{__name__}.plant"

@@ -25,17 +25,6 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 
-__all__ = [
-    "MIN_STEPS",
-    "Agreement",
-    "Fault",
-    "PromiseBroken",
-    "Trainer",
-    "VersionShelf",
-    "logprob_tolerance",
-    "plan_faults",
-]
-
 MIN_STEPS = 6
 """Fewer leave no room for three faults after the two versions that a replay needs."""
 

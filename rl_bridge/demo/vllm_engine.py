@@ -30,8 +30,6 @@ from rl_bridge.errors import EngineLost
 from rl_bridge.remote.client import RemoteEngine
 from rl_bridge.testing.processes import free_port, until
 
-__all__ = ["DemoWorker", "Server", "VLLMSampler", "VLLMServerSampler"]
-
 _CACHE_NBYTES: Final = 128 << 20
 _ENVIRONMENT: Final = {
     "VLLM_LOGGING_LEVEL": "WARNING",

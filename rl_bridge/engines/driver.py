@@ -33,8 +33,6 @@ from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.processes import process_name
 
-__all__ = ["EngineDriver", "Loader"]
-
 _LOG = logging.getLogger(__name__)
 
 # A live engine answers within this time which driver has it, whatever it computes just now.

@@ -21,8 +21,6 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.tensors import tensor_key
 
-__all__ = ["Evidence", "Places", "Untouched"]
-
 
 class _Part(NamedTuple):
     """Part of a parameter, the step that wrote it, and the digest that it must have."""

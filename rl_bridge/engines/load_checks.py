@@ -17,16 +17,6 @@ from rl_bridge.installers.engine_memory import prefix_hint
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import default_threads
 
-__all__ = [
-    "check_casts",
-    "check_dtypes",
-    "check_finite",
-    "check_landed",
-    "check_same",
-    "check_whole",
-    "equal_copies",
-]
-
 _SHOWN = 5
 # Pairs of numbers, all finite; torch reads none of them. (Before torch 2.8 it has no such dtype.)
 _PAIRS = getattr(torch, "float4_e2m1fn_x2", None)

@@ -24,19 +24,6 @@ from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.installers.engine_memory import prefix_hint
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = [
-    "SMALL_NBYTES",
-    "Fill",
-    "Kinds",
-    "LoadPlan",
-    "Numbering",
-    "Route",
-    "View",
-    "kinds_of",
-    "learn",
-    "other_than",
-]
-
 _SHOWN = 5
 # What `item()` says of a tensor without memory: the position of the tensor, above this.
 _ITEM = float(1 << 52)

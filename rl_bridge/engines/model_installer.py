@@ -43,8 +43,6 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.tensors import tensor_key
 from rl_bridge.memory.views import Pin
 
-__all__ = ["ModelInstaller"]
-
 _LOG = logging.getLogger(__name__)
 _PLANS = 4
 

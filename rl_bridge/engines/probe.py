@@ -19,8 +19,6 @@ from types import ModuleType
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.transports.base import Availability
 
-__all__ = ["TIMEOUT_S", "EnginePackage", "Feature", "look", "probe"]
-
 TIMEOUT_S = 180.0
 
 

@@ -27,8 +27,6 @@ from rl_bridge.lifecycle import State
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.views import ImportedTensors
 
-__all__ = ["EngineRank", "RankHost", "Stage", "answer", "known_rank", "rank_of"]
-
 _LOG = logging.getLogger(__name__)
 
 Payload = Mapping[str, Any]

@@ -14,8 +14,6 @@ from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.registry import canonical_name
 
-__all__ = ["EngineBridges", "TransportOptions", "checked_transports"]
-
 TransportOptions = Mapping[str, Mapping[str, object]]
 """Name of a transport -> what the ranks' bridges of that transport are made with."""
 

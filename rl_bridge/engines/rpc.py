@@ -35,22 +35,6 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 
-__all__ = [
-    "OTHER_RANK",
-    "EngineClient",
-    "RankGroup",
-    "Replies",
-    "Reply",
-    "Server",
-    "clear_frames",
-    "failure_reply",
-    "in_thread",
-    "lost",
-    "refuse_own_loop",
-    "too_late",
-    "watch",
-]
-
 _LOG = logging.getLogger(__name__)
 
 Reply = dict[str, Any]

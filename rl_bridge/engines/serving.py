@@ -14,8 +14,6 @@ from rl_bridge.engines.rpc import EngineClient, Replies
 from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["LabelMaker", "Serving", "ServingOptions", "default_label"]
-
 _LOG = logging.getLogger(__name__)
 
 LabelMaker = Callable[[WeightUpdateManifest], str]

@@ -14,8 +14,6 @@ from typing import Any
 
 from rl_bridge.errors import SessionRefused
 
-__all__ = ["Session", "second_driver_error"]
-
 
 def second_driver_error(name: str) -> SessionRefused:
     """The error of a driver that finds another one."""

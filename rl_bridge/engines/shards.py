@@ -18,18 +18,6 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import BytePlan
 
-__all__ = [
-    "Shard",
-    "check_covered",
-    "check_sources",
-    "digest_of",
-    "digests_of",
-    "parse_shards",
-    "part_digests",
-    "shard_routes",
-    "shards_of",
-]
-
 # What one pass reads: what must be copied to be read (a slice, a device's memory) stays small.
 _PASS_NBYTES = 64 << 20
 

@@ -16,8 +16,6 @@ import torch
 
 from rl_bridge.errors import ProofFailed
 
-__all__ = ["EngineCompat", "Skeleton", "Target", "User", "processed_by"]
-
 # Quantization methods of engines that change no number: at most they lay weights out anew, all of
 # it within the layer that they are given.
 _UNQUANTIZED = frozenset(

@@ -25,21 +25,6 @@ from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.tensors import not_plain
 from rl_bridge.memory.views import anonymous_pin, tensor_in
 
-__all__ = [
-    "LEARNING",
-    "Assembled",
-    "AttributeChange",
-    "Canary",
-    "Exchange",
-    "SpareMemory",
-    "Staged",
-    "TensorChange",
-    "assemble",
-    "check_budget",
-    "checked_budget",
-    "is_alone",
-]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -33,17 +33,10 @@ from rl_bridge.memory.packing import LeafPlan, PackPlan, checked_block
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.slots import Slot
+from rl_bridge.memory.views import Attachment
 from rl_bridge.memory.vm import tensor_at
-from rl_bridge.transports.base import Attachment, PartRequest
+from rl_bridge.transports.base import PartRequest
 from rl_bridge.transports.shared_memory import SharedPublisher
-
-__all__ = [
-    "ArenaLanding",
-    "Assembly",
-    "AssemblyPlan",
-    "LandingPlan",
-    "require_sealed",
-]
 
 _Column = npt.NDArray[np.int64]
 _ITEMS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)} | {16: np.dtype("c16")}

@@ -47,8 +47,8 @@ from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.slots import Slot
+from rl_bridge.memory.views import Attachment
 from rl_bridge.transports.base import (
-    Attachment,
     Availability,
     Carried,
     ConsumerEnd,
@@ -60,14 +60,6 @@ from rl_bridge.transports.base import (
 )
 from rl_bridge.transports.registry import NIXL, Counters, canonical_name, transport_class
 from rl_bridge.transports.shared_memory import SharedMemory, SharedPublisher
-
-__all__ = [
-    "GROUP",
-    "GroupBridge",
-    "GroupConsumer",
-    "GroupEnd",
-    "GroupTransport",
-]
 
 _LOG = logging.getLogger(__name__)
 GROUP = "group"

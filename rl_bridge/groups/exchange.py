@@ -26,17 +26,6 @@ import torch.distributed as dist
 from rl_bridge.errors import DeadlineExceeded, GroupAborted, WeightBridgeUnavailableError
 from rl_bridge.transports.base import checked_seconds
 
-__all__ = [
-    "BoundedCaller",
-    "FunctionExchange",
-    "GroupExchange",
-    "ProcessGroupExchange",
-    "Rounds",
-    "Store",
-    "StoreExchange",
-    "not_together",
-]
-
 Store = torch._C._distributed_c10d.Store  # noqa: SLF001 - what torch.distributed shows without exporting it
 """A store of torch.distributed, such as a ``TCPStore``."""
 

@@ -34,15 +34,6 @@ from rl_bridge.manifest.group_digests import leaf_index
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.table import TensorTable, collector_paused, row_major_stride
 
-__all__ = [
-    "BoxCopy",
-    "PartNeeds",
-    "PlacedBox",
-    "ReshardPlan",
-    "copies_for",
-    "make_plan",
-]
-
 # The compiled pass copies rows of at least this size; numpy copies boxes of smaller rows.
 _ROW_NBYTES = 32_768
 

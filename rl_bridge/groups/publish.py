@@ -63,17 +63,6 @@ from rl_bridge.memory.packing import LeafSource, checked_block, dtype_name
 from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
 from rl_bridge.transports.base import checked_seconds
 
-__all__ = [
-    "GroupPublisher",
-    "Hello",
-    "Part",
-    "check_hellos",
-    "check_placements",
-    "placements_from",
-    "placements_text",
-    "read_messages",
-]
-
 _LOG = logging.getLogger(__name__)
 _REMEMBERED = 32
 _COMMIT = "commit"

@@ -17,21 +17,6 @@ from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.coverage import WholeTensor
 from rl_bridge.manifest.digest import text_digest
 
-__all__ = [
-    "ExpertParallel",
-    "Fused",
-    "PipelineParallel",
-    "TensorParallel",
-    "Wanted",
-    "WantedLayout",
-    "WantedTensor",
-    "WholeSlice",
-    "Wholes",
-    "everything",
-    "parallel",
-    "slices",
-]
-
 Wholes = Mapping[str, WholeTensor]
 
 

@@ -9,8 +9,6 @@ import torch
 
 from rl_bridge.memory.tensors import not_plain
 
-__all__ = ["Engine", "Quiesce", "checked_engine", "checked_quiesce", "require_owned"]
-
 Engine = torch.nn.Module | Mapping[str, torch.Tensor]
 Quiesce = Callable[[], AbstractContextManager[object]]
 

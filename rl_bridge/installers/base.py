@@ -15,13 +15,6 @@ import torch
 
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = [
-    "InstallProof",
-    "TransactionalAdapter",
-    "WeightInstallAdapter",
-    "checked_threads",
-]
-
 
 @runtime_checkable
 class WeightInstallAdapter(Protocol):

@@ -24,19 +24,6 @@ from rl_bridge.memory.places import Pass, Place
 from rl_bridge.memory.tensors import ModuleState, TensorFacts, plain_state, tensor_key
 from rl_bridge.memory.views import ImportedTensors
 
-__all__ = [
-    "Binding",
-    "Engine",
-    "EngineMemory",
-    "check_fit",
-    "differs",
-    "named_engine_tensors",
-    "names_differ",
-    "prefix_hint",
-    "put_back",
-    "take_out",
-]
-
 # ---- Whether an update's layout fits an engine's tensors: names, shapes, dtypes, plain memory.
 
 _SHOWN = 5

@@ -47,8 +47,6 @@ from rl_bridge.memory.packing import dtype_name
 from rl_bridge.memory.passes import Addresses
 from rl_bridge.memory.views import ImportedTensors, LeasedView, Pin, tensor_in
 
-__all__ = ["ModuleInstallAdapter", "require_imported"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Update:

@@ -6,15 +6,14 @@ import numpy as np
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, TornEngine
-from rl_bridge.installers.engine_memory import Engine, named_engine_tensors, put_back, take_out
+from rl_bridge.installers.arguments import Engine
+from rl_bridge.installers.engine_memory import named_engine_tensors, put_back, take_out
 from rl_bridge.memory import vm
 from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.tensors import not_plain, tensor_key
 from rl_bridge.memory.views import Pin, anonymous_pin
 from rl_bridge.memory.vm import huge_pages, spare_pages
-
-__all__ = ["Snapshot", "every_engine_tensor"]
 
 
 def every_engine_tensor(engine: Engine) -> dict[str, torch.Tensor]:

@@ -30,8 +30,6 @@ from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.views import ImportedTensors
 
-__all__ = ["Version", "WrappedAdapter", "as_transactional", "engine_of"]
-
 _LOG = logging.getLogger(__name__)
 
 Version = tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]]

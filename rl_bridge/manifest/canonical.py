@@ -19,19 +19,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rl_bridge.errors import MalformedManifest
 
-__all__ = [
-    "RESEND",
-    "Frozen",
-    "JSONValue",
-    "canonical_json",
-    "decode_json",
-    "field_problem",
-    "freeze",
-    "plain",
-    "problem_words",
-    "thaw",
-]
-
 RESEND = "Send what to_json() gave, as it is."
 """The remedy for text that somebody rewrote."""
 

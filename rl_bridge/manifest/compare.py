@@ -18,16 +18,6 @@ from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 
-__all__ = [
-    "Finding",
-    "Kind",
-    "Policy",
-    "compare",
-    "look_for_suspicion",
-    "mismatch",
-    "narrowed",
-]
-
 _LOG = logging.getLogger(__name__)
 _SHOWN = 5
 

@@ -21,24 +21,6 @@ from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.manifest.table import collector_paused
 
-__all__ = [
-    "Box",
-    "Held",
-    "WholeTensor",
-    "box_of",
-    "find_gap",
-    "find_overlap",
-    "flat_boxes",
-    "held_pieces",
-    "intersect",
-    "is_empty",
-    "piece_boxes",
-    "prove_coverage",
-    "shown",
-    "subtract",
-    "volume",
-]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """First indices, and the indices behind the last ones."""
 

@@ -20,20 +20,6 @@ import xxhash
 
 from rl_bridge.errors import MalformedManifest
 
-__all__ = [
-    "ALGORITHM",
-    "DIGEST_NBYTES",
-    "LEAF_NBYTES",
-    "PAD_NBYTES",
-    "RootPlan",
-    "digest_bytes",
-    "digest_rows",
-    "digests_differ",
-    "leaf_digests",
-    "tensor_digest",
-    "text_digest",
-]
-
 ALGORITHM = "X3T-128K"
 LEAF_NBYTES = 131_072
 PAD_NBYTES = 1_024

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from rl_bridge.errors import UnknownDtype
 
-__all__ = ["DTYPE_NBYTES", "dtype_nbytes", "narrows"]
-
 DTYPE_NBYTES: dict[str, int] = {
     "bool": 1,
     "uint8": 1,

@@ -19,8 +19,6 @@ from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import Identifier, LayoutCache, Manifest, WeightUpdateManifest
 from rl_bridge.manifest.table import Layout, TensorTable
 
-__all__ = ["AnyManifest", "GroupManifest", "group_update_id"]
-
 
 def group_update_id(parts: Sequence[WeightUpdateManifest]) -> str:
     """The id of the update that these parts make."""

@@ -36,15 +36,6 @@ from rl_bridge.manifest.digest import (
 from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.table import TensorTable
 
-__all__ = [
-    "LEAVES",
-    "LENGTH_NBYTES",
-    "DigestPlan",
-    "LeafIndex",
-    "leaf_block_nbytes",
-    "leaf_index",
-]
-
 LEAVES = "rl_bridge.leaves"
 """Name of the tensor that holds the block; no tensor of a model may have it."""
 LENGTH_NBYTES = 8

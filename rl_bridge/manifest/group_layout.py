@@ -27,8 +27,6 @@ from rl_bridge.manifest.group_digests import LEAVES, DigestPlan, leaf_index
 from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.manifest.table import Layout, TensorTable, collector_paused
 
-__all__ = ["GroupLayout"]
-
 _Numbers = tuple[tuple[StrictInt, ...], ...]
 
 

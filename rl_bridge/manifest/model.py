@@ -50,8 +50,6 @@ from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.parallel import WeightLayout, with_layout
 from rl_bridge.manifest.table import DescriptorMap, Layout, TensorTable
 
-__all__ = ["FrozenJSON", "Identifier", "LayoutCache", "Manifest", "WeightUpdateManifest"]
-
 _LAYOUT_KEY = ',"layout":'
 _WHITE = " \t\r\n"
 

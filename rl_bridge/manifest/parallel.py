@@ -20,8 +20,6 @@ from pydantic import StrictBool, StrictInt, StrictStr, ValidationError
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import Frozen, JSONValue, field_problem, freeze
 
-__all__ = ["Piece", "Placement", "WeightLayout", "require_supported", "with_layout"]
-
 _SUPPORTED_KINDS = frozenset({"full-state", "replicated"})
 
 # Degrees that were added after the first users came. They are written only if they are not 1, so

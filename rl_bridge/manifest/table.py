@@ -42,16 +42,6 @@ from rl_bridge.manifest.canonical import (
 from rl_bridge.manifest.digest import ALGORITHM, DIGEST_NBYTES, RootPlan, text_digest
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 
-__all__ = [
-    "ALIGNMENT",
-    "DescriptorMap",
-    "Layout",
-    "TensorDescriptor",
-    "TensorTable",
-    "collector_paused",
-    "row_major_stride",
-]
-
 # Bytes. GPU kernels load 16 at a time and IPC consumers want 256; on a CPU it costs nothing.
 ALIGNMENT = 256
 _MAX_INT = 2**63 - 1

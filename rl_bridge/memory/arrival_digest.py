@@ -17,8 +17,6 @@ from rl_bridge.manifest.digest import (
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.passes import BytePlan
 
-__all__ = ["BESIDE_NBYTES", "ArrivalDigest", "ArrivalPlan", "Digester"]
-
 BESIDE_NBYTES = 32 << 20
 """From this size on a `Digester` saves more than its thread costs."""
 

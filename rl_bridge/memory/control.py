@@ -37,18 +37,6 @@ from rl_bridge.memory.segment import (
     require_resources,
 )
 
-__all__ = [
-    "RECORD_NBYTES",
-    "ControlReader",
-    "ControlWriter",
-    "Record",
-    "UpdateReport",
-    "control_nbytes",
-    "legible",
-    "num_records",
-    "take_note",
-]
-
 _LOG = logging.getLogger(__name__)
 
 RECORD_NBYTES = 8192

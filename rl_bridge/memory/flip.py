@@ -14,8 +14,6 @@ from rl_bridge.memory import vm
 from rl_bridge.memory.segment import require_resources
 from rl_bridge.memory.views import Pin, SegmentView
 
-__all__ = ["LiveRange"]
-
 
 class LiveRange:
     """A reserved range of addresses and the version that lies there now."""

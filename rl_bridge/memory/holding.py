@@ -13,8 +13,6 @@ from pathlib import Path
 from rl_bridge.memory import vm
 from rl_bridge.processes import close_fd, open_fd
 
-__all__ = ["Holding"]
-
 
 class Holding:
     """A descriptor, a range of addresses, and the name of a file; each of them, or none.

@@ -36,18 +36,6 @@ from rl_bridge.memory.passes import Addresses, BytePlan, native_module
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.tensors import TensorFacts, is_lazy_view, tensor_key
 
-__all__ = [
-    "LeafPackPlan",
-    "LeafPlan",
-    "LeafSource",
-    "PackPlan",
-    "checked_block",
-    "clear_padding",
-    "dtype_name",
-    "pack_plan",
-    "raw_elements",
-]
-
 
 @cache
 def _name_of(dtype: torch.dtype) -> str:

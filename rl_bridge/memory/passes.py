@@ -26,8 +26,6 @@ from rl_bridge.manifest.digest import (
     tensor_digest,
 )
 
-__all__ = ["Addresses", "BytePlan", "default_threads", "native_cause", "native_module"]
-
 _LOG = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.uint64]

@@ -16,8 +16,6 @@ from rl_bridge.memory import vm
 from rl_bridge.memory.passes import Addresses, BytePlan
 from rl_bridge.memory.tensors import not_plain
 
-__all__ = ["CPU_PLACE", "CPUPlace", "Pass", "Place"]
-
 
 class Pass(Protocol):
     """A pass over the bytes of many tensors: see `passes.BytePlan`, which is the CPU's."""

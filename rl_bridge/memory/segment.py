@@ -29,20 +29,6 @@ from rl_bridge.memory import vm
 from rl_bridge.memory.holding import Holding
 from rl_bridge.processes import no_fork
 
-__all__ = [
-    "OwnedSegment",
-    "SegmentRef",
-    "is_held",
-    "open_segment",
-    "process_start_time",
-    "require_resources",
-    "still_there",
-    "sweep",
-    "try_exclusive",
-    "try_shared",
-    "unlock",
-]
-
 _F_SEAL_FUTURE_WRITE = 16
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _DATA_SEALS = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE

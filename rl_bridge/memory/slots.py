@@ -22,18 +22,6 @@ from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 
-__all__ = [
-    "ARRIVING",
-    "STAMP_NBYTES",
-    "Arena",
-    "Slot",
-    "SlotRing",
-    "Stamp",
-    "parse_stamp",
-    "read_stamp",
-    "slot_segment_nbytes",
-]
-
 _STAMP = struct.Struct("<8s16sQQ16s")
 STAMP_NBYTES = _STAMP.size
 _MAGIC = b"rl_brdg2"  # 1 had no header: a reader of it would take any

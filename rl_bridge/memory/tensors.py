@@ -28,15 +28,6 @@ from torch.nn.parameter import is_lazy
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.memory import passes
 
-__all__ = [
-    "ModuleState",
-    "TensorFacts",
-    "is_lazy_view",
-    "not_plain",
-    "plain_state",
-    "tensor_key",
-]
-
 Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 # Torch's table, a capsule; None before torch 2.10.

@@ -39,17 +39,6 @@ from rl_bridge.memory.places import CPU_PLACE, Pass, Place
 from rl_bridge.memory.segment import SegmentRef, open_segment, require_resources, still_there
 from rl_bridge.memory.slots import Stamp, read_stamp
 
-__all__ = [
-    "Attachment",
-    "ImportedTensors",
-    "LeasedView",
-    "Pin",
-    "SegmentView",
-    "ViewCache",
-    "anonymous_pin",
-    "tensor_in",
-]
-
 
 @lru_cache(maxsize=32)
 def _range_type(nbytes: int) -> Any:

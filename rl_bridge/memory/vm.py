@@ -21,32 +21,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = [
-    "PAGE",
-    "MappedFile",
-    "absent_ranges",
-    "available_memory",
-    "clear",
-    "drop_pages",
-    "guard_from_fork",
-    "huge_pages",
-    "map_anonymous",
-    "map_fixed",
-    "map_shared",
-    "mapped_file",
-    "move",
-    "populate",
-    "prefault",
-    "private_ranges",
-    "read_into",
-    "reserve",
-    "round_up",
-    "spare_pages",
-    "store",
-    "tensor_at",
-    "unmap",
-]
-
 PAGE = mmap.PAGESIZE
 _GIB = 1 << 30
 _HUGE = 2 << 20

@@ -27,11 +27,6 @@ from rl_bridge.ray.publisher_endpoint import (
 from rl_bridge.ray.rollout_endpoint import RolloutEndpoint
 from rl_bridge.trainers.state_dict import Source
 
-__all__ = [
-    "RolloutActor",
-    "WeightPublisherActor",
-]
-
 # An actor may run several methods at a time, and has one endpoint. The lock belongs to the process,
 # since a mixin's __init__ need not be called.
 _MAKING = threading.Lock()

@@ -22,20 +22,6 @@ from rl_bridge.errors import (
 )
 from rl_bridge.ray.pairing import Said
 
-__all__ = [
-    "INSTALL",
-    "Announcement",
-    "Deadline",
-    "RolloutAnswer",
-    "Steps",
-    "awaited",
-    "ended",
-    "here",
-    "require",
-    "result_of",
-    "side_by_side",
-]
-
 INSTALL = "pip install 'rl-bridge[ray]'"
 
 

@@ -4,12 +4,6 @@ import torch
 
 from rl_bridge.ray.calls import require
 
-__all__ = [
-    "ACROSS_NAME",
-    "DIRECT_NAME",
-    "register_direct_transport",
-]
-
 DIRECT_NAME = "rl_bridge"
 """What users write within a node: ``@ray.method(tensor_transport="rl_bridge")``."""
 ACROSS_NAME = "rl_bridge_nixl"

@@ -19,11 +19,6 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.ray.calls import here
 from rl_bridge.ray.direct import ACROSS_NAME, DIRECT_NAME
 
-__all__ = [
-    "DirectTransport",
-    "DirectTransportAcross",
-]
-
 _MANIFEST = "rl_bridge_manifest"
 # References that are alive at a time, for each actor that returns tensors.
 _MAX_OBJECTS = 64

@@ -31,11 +31,6 @@ from rl_bridge.ray.pairing import PairChoice
 from rl_bridge.ray.trainers import Trainers
 from rl_bridge.transports.base import checked_seconds
 
-__all__ = [
-    "FleetUpdate",
-    "RolloutFleet",
-]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -15,12 +15,6 @@ from rl_bridge.groups.exchange import Store, StoreExchange
 from rl_bridge.ray.calls import require
 from rl_bridge.ray.pairing import Said
 
-__all__ = [
-    "FleetMembership",
-    "GroupStore",
-    "RayExchange",
-]
-
 # Added to a wait, so that its answer can arrive.
 _ANSWER_S = 5.0
 

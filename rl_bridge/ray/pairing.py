@@ -21,19 +21,6 @@ from rl_bridge.memory.segment import OwnedSegment, SegmentRef, open_segment
 from rl_bridge.processes import close_fd
 from rl_bridge.transports import registry
 
-__all__ = [
-    "PREFERENCE",
-    "EndpointFacts",
-    "PairChoice",
-    "ProbeSegment",
-    "Said",
-    "SharedDirectory",
-    "choose_for_group",
-    "choose_transport",
-    "look_around",
-    "open_probe",
-]
-
 PREFERENCE = ("shared-memory", "nixl", "broadcast")
 """Transports between processes that a pair of CPU endpoints chooses from, the best one first."""
 

@@ -34,16 +34,6 @@ from rl_bridge.ray.calls import Announcement
 from rl_bridge.ray.pairing import PairChoice, ProbeSegment, look_around
 from rl_bridge.trainers.state_dict import Source
 
-__all__ = [
-    "Channel",
-    "EndpointOptions",
-    "GroupChannel",
-    "MakeChannel",
-    "Manifest",
-    "PublisherEndpoint",
-    "SingleChannel",
-]
-
 Manifest = WeightUpdateManifest | GroupManifest
 
 MakeChannel = Callable[[str, TensorBridge], "Channel"]

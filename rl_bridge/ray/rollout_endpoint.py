@@ -24,10 +24,6 @@ from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.ray.calls import RolloutAnswer
 from rl_bridge.ray.pairing import EndpointFacts, PairChoice, look_around
 
-__all__ = [
-    "RolloutEndpoint",
-]
-
 _LOG = logging.getLogger(__name__)
 
 Outcome = Literal["acknowledged", "refused", "torn", "unjoined", "status"]

@@ -18,10 +18,6 @@ from rl_bridge.ray.calls import Announcement, Deadline, Steps, awaited, require,
 from rl_bridge.ray.group_store import FleetMembership, GroupStore
 from rl_bridge.ray.pairing import EndpointFacts, PairChoice, choose_for_group, choose_transport
 
-__all__ = [
-    "Trainers",
-]
-
 _LOG = logging.getLogger(__name__)
 # Share of the fleet's time that a rank waits for the others, so that it can still name them.
 _SHARE = 0.5

@@ -34,16 +34,6 @@ from rl_bridge.remote.signing import SCHEME, read_key
 from rl_bridge.remote.state import Ledger, NonceBook, StateDirectory
 from rl_bridge.remote.views import Status, UpdateView
 
-__all__ = [
-    "CONTENT_TYPE",
-    "Metrics",
-    "Waiting",
-    "Worker",
-    "create_app",
-    "describe_app",
-    "manifest_body",
-]
-
 # ---- the OpenAPI description ---------------------------------------------------------------------
 
 _ABOUT = (

@@ -29,11 +29,6 @@ from rl_bridge.remote.views import Status, UpdateView
 from rl_bridge.strategies.receiver import PendingUpdates, WeightLoader, WeightTransferReceiver
 from rl_bridge.strategies.requests import AbandonedWeightUpdateRequest, WeightUpdateRequest
 
-__all__ = [
-    "RemoteEngine",
-    "RemoteWeightLoader",
-]
-
 _MAX_ANSWER_NBYTES: Final = 16 * 1024 * 1024
 _SUCCESS: Final = range(200, 300)
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})

@@ -7,11 +7,6 @@ from typing import Any
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 
-__all__ = [
-    "SidecarConfig",
-    "needed",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SidecarConfig:

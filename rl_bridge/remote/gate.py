@@ -16,11 +16,6 @@ from rl_bridge.remote.problems import MEDIA_TYPE, Problem, http_problem, problem
 from rl_bridge.remote.signing import ANSWER_HEADER, SCHEME, Credentials, Key
 from rl_bridge.remote.state import NonceBook
 
-__all__ = [
-    "OPEN_PATHS",
-    "Gate",
-]
-
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]

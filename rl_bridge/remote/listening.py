@@ -14,10 +14,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from rl_bridge.remote.config import SidecarConfig
 from rl_bridge.remote.problems import MEDIA_TYPE, http_problem
 
-__all__ = [
-    "make_protocol",
-]
-
 _TIMES: Final = 8
 """Up to so many times the connections that may be served get an answer; the rest are cut off."""
 

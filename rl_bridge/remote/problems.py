@@ -25,15 +25,6 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 
-__all__ = [
-    "MEDIA_TYPE",
-    "STATUSES",
-    "Problem",
-    "http_problem",
-    "problem_of",
-    "raised_by",
-]
-
 MEDIA_TYPE: Final = "application/problem+json"
 _PREFIX: Final = "urn:rl_bridge:problem:"
 

@@ -18,12 +18,6 @@ from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.remote.config import SidecarConfig, needed
 from rl_bridge.remote.signing import read_secret
 
-__all__ = [
-    "EngineServer",
-    "find_executor",
-    "serve",
-]
-
 _LOG = logging.getLogger(__name__)
 _GRACE_S = 10
 _KEEP_ALIVE_S = 30

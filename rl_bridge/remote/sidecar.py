@@ -26,10 +26,6 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.remote.state import Entry, Ledger, Step
 from rl_bridge.remote.views import Recovery, Stage, Status, UpdateView
 
-__all__ = [
-    "Sidecar",
-]
-
 _LOG = logging.getLogger(__name__)
 _REMEMBERED: Final = 64
 

@@ -16,15 +16,6 @@ from pathlib import Path
 
 from rl_bridge.errors import SignatureRefused, WeightBridgeUnavailableError
 
-__all__ = [
-    "ANSWER_HEADER",
-    "SCHEME",
-    "Credentials",
-    "Key",
-    "read_key",
-    "read_secret",
-]
-
 SCHEME = "RLB-HMAC-SHA256"
 ANSWER_HEADER = "rlb-signature"
 

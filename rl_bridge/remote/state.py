@@ -29,16 +29,6 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.remote.signing import Credentials
 
-__all__ = [
-    "DurableLines",
-    "Entry",
-    "Ledger",
-    "NonceBook",
-    "StateDirectory",
-    "Step",
-    "write_durably",
-]
-
 # ---- the directory, and durable lines ------------------------------------------------------------
 
 _LOCK = "sidecar.lock"

@@ -6,12 +6,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rl_bridge.bridge.engine_state import Acknowledgement
 
-__all__ = [
-    "Recovery",
-    "Status",
-    "UpdateView",
-]
-
 Stage = Literal["imported", "prepared", "committed", "aborted", "refused", "undone", "torn"]
 
 

@@ -37,15 +37,6 @@ from rl_bridge.strategies.requests import (
     columns_of,
 )
 
-__all__ = [
-    "BatchedLoadAdapter",
-    "BridgeTransferReceiver",
-    "ExecutorWeightLoader",
-    "PendingUpdates",
-    "WeightLoader",
-    "WeightTransferReceiver",
-]
-
 _LOG = logging.getLogger(__name__)
 _SHOWN = 5
 

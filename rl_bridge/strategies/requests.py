@@ -25,20 +25,6 @@ from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
 
-__all__ = [
-    "AbandonedWeightUpdateRequest",
-    "BroadcastWeightUpdateRequest",
-    "CudaIpcWeightUpdateRequest",
-    "EmptyWeightSyncInitInfo",
-    "GPUHandle",
-    "PackedCudaIpcWeightUpdateRequest",
-    "SharedMemoryWeightUpdateRequest",
-    "WeightSyncInitInfo",
-    "WeightUpdateRequest",
-    "columns_of",
-    "init_info_from_json",
-]
-
 _REMEDY = "Send what to_json wrote."
 _MAX_DIM = 2**63
 _Dim = Annotated[StrictInt, Field(ge=0, lt=_MAX_DIM)]

@@ -59,18 +59,6 @@ from rl_bridge.trainers.chunks import (
 )
 from rl_bridge.transports.base import checked_seconds
 
-__all__ = [
-    "STEPS",
-    "BridgeTransferSender",
-    "CleanUp",
-    "CudaIpcTransferSender",
-    "HelperTransferSender",
-    "InferenceClient",
-    "WeightTransferSender",
-    "cuda_calls",
-    "merge_handles",
-]
-
 _LOG = logging.getLogger(__name__)
 _GPU = re.compile(r"^[A-Za-z0-9-]{1,128}$")
 _MAX_REASON = 2048

@@ -39,18 +39,6 @@ from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, checked_threshold
 from rl_bridge.transports.base import checked_count, checked_seconds
 from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
 
-__all__ = [
-    "BroadcastTransferStrategy",
-    "Choice",
-    "CudaIpcTransferStrategy",
-    "PackedCudaIpcTransferStrategy",
-    "SharedMemoryTransferStrategy",
-    "WeightTransferConfig",
-    "WeightTransferStrategy",
-    "choose",
-    "make_transfer_strategy",
-]
-
 _LOG = logging.getLogger(__name__)
 
 Choice = Literal["broadcast", "shared-memory", "cuda-ipc", "packed-cuda-ipc"]

@@ -16,8 +16,6 @@ import torch
 from rl_bridge.engines.rank import EngineRank, known_rank
 from rl_bridge.installers.engine_memory import named_engine_tensors
 
-__all__ = ["FAULT", "FAULTS", "in_rank"]
-
 FAULT = "planted in a rank"
 """What each planted failure says."""
 

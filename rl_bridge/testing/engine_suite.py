@@ -32,8 +32,6 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.engine_faults import FAULT
 
-__all__ = ["EngineSuite", "EngineUnderTest"]
-
 Weights = Mapping[str, torch.Tensor]
 
 _VERSIONS = itertools.count(1)

@@ -20,27 +20,9 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.places import CPU_PLACE, Place
-from rl_bridge.transports.base import (
-    Attachment,
-    Availability,
-    Carried,
-    ConsumerEnd,
-    PublisherEnd,
-    Transport,
-)
+from rl_bridge.memory.views import Attachment
+from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
 from rl_bridge.transports.registry import transport_class
-
-__all__ = [
-    "Fault",
-    "FaultInjecting",
-    "InjectedFault",
-    "KillAt",
-    "Locate",
-    "Step",
-    "arena_address",
-    "die",
-    "flip_byte",
-]
 
 
 class InjectedFault(RuntimeError):

@@ -12,8 +12,6 @@ from rl_bridge.transports._slots import SlotPublisher
 from rl_bridge.transports.base import PublisherEnd
 from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
 
-__all__ = ["HostIPC", "HostVMM", "published_address"]
-
 
 def published_address(end: PublisherEnd, update_id: str, handle: Mapping[str, Any]) -> int:
     """Find a published update's bytes in its publisher's process."""

@@ -11,8 +11,9 @@ from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
+from rl_bridge.installers.arguments import Engine
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
-from rl_bridge.installers.engine_memory import Engine, named_engine_tensors
+from rl_bridge.installers.engine_memory import named_engine_tensors
 from rl_bridge.testing.installer_faults import (
     ENGINE_FAULT,
     EngineFault,
@@ -25,15 +26,6 @@ from rl_bridge.testing.installer_faults import (
 from rl_bridge.testing.strategies import bytes_of, random_tensor
 from rl_bridge.testing.transport_case import only_report
 from rl_bridge.transports.registry import transport_class
-
-__all__ = [
-    "Adapter",
-    "InstallerSuite",
-    "Rig",
-    "engine_state",
-    "sample_engine",
-    "tied_like",
-]
 
 # ---- the set-up: a trainer, an engine behind an adapter, an executor between --------------------
 

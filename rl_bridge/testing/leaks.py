@@ -16,16 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-__all__ = [
-    "LEAKS",
-    "Holdings",
-    "assert_nothing_leaks",
-    "growth",
-    "planted",
-    "prove_checks",
-    "resident_nbytes",
-]
-
 SHM = Path("/dev/shm")  # noqa: S108 - looked at; what is planted there has a name of its own
 # Allocators and thread stacks map and unmap a little on their own.
 _ANONYMOUS_SLACK = 16

@@ -35,8 +35,6 @@ from rl_bridge.testing.strategies import bytes_of, random_tensor
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.shared_memory import SharedMemory
 
-__all__ = ["LifecycleMachine"]
-
 _MAX_SLOTS = 12
 Contents = dict[str, str]
 

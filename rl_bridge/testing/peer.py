@@ -22,15 +22,6 @@ from rl_bridge.testing.faults import Fault, FaultInjecting, Locate, die
 from rl_bridge.testing.strategies import bytes_of, random_tensor
 from rl_bridge.transports.base import Transport
 
-__all__ = [
-    "BridgeOver",
-    "Peer",
-    "PeerOptions",
-    "hashes",
-    "id_of",
-    "sample_weights",
-]
-
 
 class BridgeOver(TensorBridge):
     """`TensorBridge` over a transport object: one that no registry knows, or a wrapped one.

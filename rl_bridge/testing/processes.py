@@ -28,20 +28,6 @@ from typing import Any, ClassVar, Self
 
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError
 
-__all__ = [
-    "DEADLINE_S",
-    "PRELOADED",
-    "Child",
-    "ChildDied",
-    "ChildError",
-    "Line",
-    "Target",
-    "free_port",
-    "start_server",
-    "until",
-    "watchdog",
-]
-
 DEADLINE_S = 60.0
 _SERVED = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch"]

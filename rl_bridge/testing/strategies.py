@@ -14,18 +14,6 @@ from hypothesis import strategies as st
 
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 
-__all__ = [
-    "LAYOUTS",
-    "bytes_of",
-    "contents_of",
-    "dtypes",
-    "names",
-    "random_tensor",
-    "shapes",
-    "state_dicts",
-    "tensors",
-]
-
 ODD_NAMES = (
     "",
     " ",

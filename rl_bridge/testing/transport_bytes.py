@@ -19,8 +19,6 @@ from rl_bridge.testing.strategies import (
 )
 from rl_bridge.testing.transport_case import TransportCase
 
-__all__ = ["BytesArriveUnchanged"]
-
 _VERSIONS = itertools.count(1)
 
 

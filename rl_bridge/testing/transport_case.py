@@ -13,8 +13,6 @@ from rl_bridge.testing.peer import BridgeOver, Peer, PeerOptions
 from rl_bridge.testing.processes import Child
 from rl_bridge.transports.base import Transport
 
-__all__ = ["MakeBridge", "MakePeer", "TransportCase", "faults_of", "only_report"]
-
 MakeBridge = Callable[..., BridgeOver]
 MakePeer = Callable[..., Child]
 _Report = TypeVar("_Report")

@@ -17,8 +17,6 @@ from rl_bridge.testing.processes import Child, ChildDied, ChildError, until
 from rl_bridge.testing.strategies import contents_of
 from rl_bridge.testing.transport_case import MakeBridge, MakePeer, TransportCase, only_report
 
-__all__ = ["ProcessesComeAndGo"]
-
 # The transition at which a consumer dies -> the calls that lead there.
 _DEATHS: dict[str, tuple[str, ...]] = {
     "import": ("import",),

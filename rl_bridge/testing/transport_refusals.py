@@ -33,8 +33,6 @@ from rl_bridge.testing.processes import watchdog
 from rl_bridge.testing.strategies import contents_of, random_tensor
 from rl_bridge.testing.transport_case import MakeBridge, TransportCase, faults_of, only_report
 
-__all__ = ["TheWrongIsRefused", "hostile_handles"]
-
 _HOSTILE: tuple[Any, ...] = (
     -1,
     0,

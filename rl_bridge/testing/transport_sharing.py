@@ -21,8 +21,6 @@ from rl_bridge.testing.processes import watchdog
 from rl_bridge.testing.strategies import bytes_of, contents_of, random_tensor
 from rl_bridge.testing.transport_case import MakeBridge, TransportCase, faults_of, only_report
 
-__all__ = ["NobodyDisturbsAnybody"]
-
 
 class NobodyDisturbsAnybody(TransportCase):
     """Several consumers, several versions, tensors that outlive everything."""

@@ -15,8 +15,6 @@ from rl_bridge.testing.transport_refusals import TheWrongIsRefused
 from rl_bridge.testing.transport_sharing import NobodyDisturbsAnybody
 from rl_bridge.transports.base import Transport
 
-__all__ = ["EXERCISED", "TransportSuite", "capabilities"]
-
 EXERCISED = {
     "crosses_processes": "test_the_manifest_crosses_a_process_exactly_if_declared",
     "zero_copy_import": "test_an_import_without_a_copy_takes_no_memory",

@@ -29,12 +29,6 @@ from rl_bridge.trainers.chunks import (
     wire_name,
 )
 
-__all__ = [
-    "RankTensor",
-    "WeightExtractor",
-    "WeightMetadata",
-]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -19,20 +19,6 @@ from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.parallel import Placement
 
-__all__ = [
-    "DEFAULT_CHUNK_NBYTES",
-    "BufferPlan",
-    "PackedTensors",
-    "WeightChunk",
-    "batches",
-    "checked_dtype",
-    "checked_threshold",
-    "module_of",
-    "require_dense",
-    "wire_dtype",
-    "wire_name",
-]
-
 _Item = TypeVar("_Item")
 
 DEFAULT_CHUNK_NBYTES = 1 << 30

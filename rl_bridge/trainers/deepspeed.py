@@ -16,10 +16,6 @@ from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES
 from rl_bridge.trainers.gather import flat_piece, whole_piece
 from rl_bridge.trainers.modules import Adapters, ModuleSlots, naming_of
 
-__all__ = [
-    "DeepSpeedWeightExtractor",
-]
-
 
 class DeepSpeedWeightExtractor(WeightExtractor):
     """Weights of a DeepSpeed engine, whatever its ZeRO stage.

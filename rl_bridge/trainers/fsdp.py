@@ -49,10 +49,6 @@ from rl_bridge.trainers.modules import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "FSDPWeightExtractor",
-]
-
 _FLAT_KEY = "_flat_param"  # where FSDP1 keeps a flat parameter in its module
 
 

@@ -14,16 +14,6 @@ import torch
 
 from rl_bridge.manifest.parallel import Piece
 
-__all__ = [
-    "Shared",
-    "Split",
-    "box_piece",
-    "flat_piece",
-    "gather",
-    "whole_piece",
-    "window_nbytes",
-]
-
 _WINDOW_NBYTES = 32 << 20
 _WINDOWS_PER_CHUNK = 16
 # Every tensor begins at a multiple of it in the window, so that a view of any dtype is aligned.

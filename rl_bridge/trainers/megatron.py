@@ -27,10 +27,6 @@ from rl_bridge.trainers.chunks import (
 from rl_bridge.trainers.gather import Shared, Split, box_piece, gather, window_nbytes
 from rl_bridge.trainers.modules import ModuleSlots, Naming, Slot, clean_name
 
-__all__ = [
-    "MegatronWeightExtractor",
-]
-
 # ---- names of Hugging Face --------------------------------------------------------------------
 
 Block = tuple[int, int, str, int, int]

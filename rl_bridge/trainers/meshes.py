@@ -17,22 +17,6 @@ from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.parallel import Piece
 from rl_bridge.trainers.gather import Split, box_piece, whole_piece
 
-__all__ = [
-    "Cut",
-    "MeshView",
-    "Shard",
-    "cut_evenly",
-    "cuts_of",
-    "cutting_dims",
-    "gathered_by_torch",
-    "is_dtensor",
-    "largest_mesh",
-    "local_of",
-    "replica_of",
-    "shard_box",
-    "split_of",
-]
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor

@@ -15,16 +15,6 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.trainers.chunks import require_dense
 
-__all__ = [
-    "Adapters",
-    "ModelNames",
-    "ModuleSlots",
-    "Naming",
-    "Slot",
-    "clean_name",
-    "naming_of",
-]
-
 Naming = Callable[[str], str | None]
 """From a name inside wrappers to the published name; None if the tensor is left out."""
 

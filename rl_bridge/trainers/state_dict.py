@@ -17,14 +17,6 @@ from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, WeightChunk, require
 from rl_bridge.trainers.gather import whole_piece
 from rl_bridge.trainers.modules import Adapters, ModelNames, naming_of
 
-__all__ = [
-    "Source",
-    "StateDictExtractor",
-    "named_tensors",
-    "tensors_to_publish",
-    "trainable_names",
-]
-
 _LOG = logging.getLogger(__name__)
 
 Source = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[object]

@@ -15,12 +15,12 @@ from rl_bridge.memory.segment import (
     try_exclusive,
 )
 from rl_bridge.memory.views import (
+    Attachment,
     Pin,
     anonymous_pin,
 )
 from rl_bridge.memory.vm import read_into
 from rl_bridge.transports.base import (
-    Attachment,
     Availability,
     Carried,
     ConsumerEnd,

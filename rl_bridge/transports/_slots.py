@@ -32,15 +32,8 @@ from rl_bridge.memory.packing import PackPlan, clear_padding
 from rl_bridge.memory.places import Pass
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, still_there
 from rl_bridge.memory.slots import Slot, SlotRing
-from rl_bridge.memory.views import Pin, ViewCache
-from rl_bridge.transports.base import (
-    Attachment,
-    Carried,
-    ConsumerEnd,
-    PublisherEnd,
-)
-
-__all__ = ["SlotConsumer", "SlotHandle", "SlotPublisher"]
+from rl_bridge.memory.views import Attachment, Pin, ViewCache
+from rl_bridge.transports.base import Carried, ConsumerEnd, PublisherEnd
 
 _LOG = logging.getLogger(__name__)
 

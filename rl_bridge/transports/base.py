@@ -26,21 +26,6 @@ from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Attachment
 
-__all__ = [
-    "Attachment",
-    "Availability",
-    "Carried",
-    "ConsumerEnd",
-    "Landed",
-    "Landing",
-    "PartRequest",
-    "PublisherEnd",
-    "Transport",
-    "checked_count",
-    "checked_seconds",
-    "checked_threads",
-]
-
 _MOST_SECONDS = 1e6  # not far below the milliseconds that `poll` takes
 
 

@@ -48,10 +48,9 @@ from rl_bridge.memory import vm
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, process_start_time
 from rl_bridge.memory.slots import Slot
-from rl_bridge.memory.views import Pin
+from rl_bridge.memory.views import Attachment, Pin
 from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
 from rl_bridge.transports.base import (
-    Attachment,
     Availability,
     Carried,
     ConsumerEnd,
@@ -60,16 +59,6 @@ from rl_bridge.transports.base import (
     checked_count,
     checked_threads,
 )
-
-__all__ = [
-    "CUDAIPC",
-    "CUDAVMM",
-    "CUDAIPCHandle",
-    "CUDAVMMHandle",
-    "DeviceOptions",
-    "DevicePublisher",
-    "cuda_cause",
-]
 
 _REMEDY = "Use shared-memory with a CPU copy of the weights on one machine."
 

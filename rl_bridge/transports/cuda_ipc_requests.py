@@ -29,8 +29,6 @@ from rl_bridge.errors import (
     TransportUnavailable,
 )
 
-__all__ = ["ImportRequest", "decline_request", "open_request"]
-
 _SAY_AGAIN = "Send the request as the trainer made it."
 _NAME = "cuda-ipc"
 

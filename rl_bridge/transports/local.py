@@ -17,9 +17,8 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.views import Pin, anonymous_pin
+from rl_bridge.memory.views import Attachment, Pin, anonymous_pin
 from rl_bridge.transports.base import (
-    Attachment,
     Availability,
     Carried,
     ConsumerEnd,
@@ -27,8 +26,6 @@ from rl_bridge.transports.base import (
     Transport,
     checked_threads,
 )
-
-__all__ = ["LocalClone"]
 
 # Consumers that are gone stay listed, but not for ever.
 _REMEMBERED = 64

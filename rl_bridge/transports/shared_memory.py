@@ -29,8 +29,6 @@ from rl_bridge.transports.base import (
     checked_threads,
 )
 
-__all__ = ["SharedMemory", "SharedMemoryHandle", "SharedPublisher"]
-
 _PROBED = "0" * 31 + "1"  # the id of the update that the probe leases
 
 

@@ -24,7 +24,7 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.lifecycle import Event, Transition
-from rl_bridge.transports.base import Attachment
+from rl_bridge.memory.views import Attachment
 from tests.bridge.engines import Recording, bridge_of, content, fours, publish
 from tests.helpers import make_manifest, weights
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from rl_bridge.cuda.driver import CAPTURING, INVALID_VALUE, NOT_INITIALIZED
-from rl_bridge.cuda.libcuda import IPC_HANDLE_NBYTES, CUDADriver, ordinal_of
+from rl_bridge.cuda.ipc import IPC_HANDLE_NBYTES
+from rl_bridge.cuda.libcuda import CUDADriver, ordinal_of
 from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm

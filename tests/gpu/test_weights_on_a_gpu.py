@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_bridge import WeightBridgeUnavailableError, make_weight_bridge
-from rl_bridge.transports.cuda import cuda_cause
+from rl_bridge.cuda.devices import cuda_cause
 
 _CAUSE = cuda_cause()
 

@@ -15,7 +15,8 @@ from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.transports.base import Attachment, ConsumerEnd
+from rl_bridge.memory.views import Attachment
+from rl_bridge.transports.base import ConsumerEnd
 from rl_bridge.transports.local import LocalClone
 from tests.groups.meshes import Shards
 

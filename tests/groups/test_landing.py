@@ -37,9 +37,9 @@ from rl_bridge.groups.wanted import (
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.memory.slots import ARRIVING, Slot
-from rl_bridge.memory.views import ImportedTensors
+from rl_bridge.memory.views import Attachment, ImportedTensors
 from rl_bridge.testing.faults import flip_byte
-from rl_bridge.transports.base import Attachment, ConsumerEnd, Landed, Landing, PartRequest
+from rl_bridge.transports.base import ConsumerEnd, Landed, Landing, PartRequest
 from tests.groups.meshes import Shards, cut, flat_cut, model, same, share
 from tests.groups.rig import AroundEnd, local_clone_through, trainers
 from tests.groups.test_reshard import layout_of

@@ -22,8 +22,8 @@ from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.places import CPU_PLACE
-from rl_bridge.memory.views import Pin, anonymous_pin
-from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
+from rl_bridge.memory.views import Attachment, Pin, anonymous_pin
+from rl_bridge.transports.base import ConsumerEnd, PartRequest
 from tests.groups.meshes import Shards, cut, flat_cut, model, share
 from tests.groups.rig import AroundEnd, local_clone_through, trainers
 

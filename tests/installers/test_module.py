@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, SegmentError, TornEngine
-from rl_bridge.installers.engine_memory import Engine, named_engine_tensors
+from rl_bridge.installers.arguments import Engine
+from rl_bridge.installers.engine_memory import named_engine_tensors
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.memory import vm
 from rl_bridge.testing import InstallerSuite

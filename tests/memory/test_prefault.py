@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 import torch
 
-from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.bridges import make_weight_bridge
+from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest

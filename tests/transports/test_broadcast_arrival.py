@@ -17,10 +17,10 @@ from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import vm
 from rl_bridge.memory.arrival_digest import ArrivalPlan
+from rl_bridge.memory.views import Attachment
 from rl_bridge.testing.peer import engine_weights, hashes, sample_weights
 from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import contents_of, random_tensor
-from rl_bridge.transports.base import Attachment
 from rl_bridge.transports.broadcast import group, receiver, sender
 from rl_bridge.transports.wire.arenas import Arrivals, CPUArenas
 from tests.transports.broadcast_rig import at_transfer, big_weights

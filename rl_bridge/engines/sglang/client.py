@@ -25,8 +25,6 @@ from rl_bridge.engines.sglang import MINIMUM, SGLANG, require
 from rl_bridge.engines.sglang.plugin import NAME, call_text, reply_text
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
 
-__all__ = ["REQUESTS", "EngineOfThisProcess", "SGLangClient", "ServerClient", "connect"]
-
 Answer = tuple[bool, str]
 """Whether a route did what it was asked, and what it said."""
 

@@ -26,14 +26,6 @@ from rl_bridge.engines.sglang.loaders import DiskRoute, DistributedRoute, RouteN
 from rl_bridge.engines.staging import checked_budget
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
 
-__all__ = [
-    "CachePolicy",
-    "PauseMode",
-    "SGLangInstallAdapter",
-    "SGLangServing",
-    "SGLangWeightLoader",
-]
-
 PauseMode = Literal["retract", "in_place", "abort"]
 """What becomes of running requests: computed anew from their tokens, frozen, or ended."""
 

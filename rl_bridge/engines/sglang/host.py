@@ -17,8 +17,6 @@ from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError, WeightUpd
 from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.memory.tensors import not_plain
 
-__all__ = ["SGLangHost", "SGLangModelInstaller", "answer_text", "tensor_group"]
-
 _LOG = logging.getLogger(__name__)
 
 _STORES = (

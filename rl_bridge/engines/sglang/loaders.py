@@ -39,8 +39,6 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["ROUTES", "DiskRoute", "DistributedRoute", "RouteName", "SGLangLoader", "loader_for"]
-
 RouteName = Literal["import", "tensor", "distributed", "disk"]
 ROUTES: tuple[RouteName, ...] = ("import", "tensor", "distributed", "disk")
 

@@ -17,19 +17,6 @@ from typing import Any
 from rl_bridge.engines.sglang import require
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
 
-__all__ = [
-    "ANSWERED",
-    "GUARDED",
-    "NAME",
-    "PREFIX",
-    "RECEIVED",
-    "SENDER",
-    "call_text",
-    "register",
-    "reply_text",
-    "sender",
-]
-
 _LOG = logging.getLogger(__name__)
 
 NAME = "rl_bridge"

@@ -12,8 +12,6 @@ from rl_bridge.engines.sglang.client import REQUESTS
 from rl_bridge.engines.sglang.plugin import ANSWERED, GUARDED, NAME, RECEIVED
 from rl_bridge.transports.base import Availability
 
-__all__ = ["FEATURES", "PACKAGE", "look", "probe"]
-
 PACKAGE = SGLANG
 _CHILD = "from rl_bridge.engines.sglang.probe import look; look()"
 _GROUP = "sglang.srt.plugins"

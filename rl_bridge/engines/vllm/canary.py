@@ -22,8 +22,6 @@ from torch.nn import functional
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 
-__all__ = ["PackCanary", "check_experts", "question"]
-
 _LOG = logging.getLogger(__name__)
 
 # Rows of the input. Each weight is asked about in one of them, and with an eighth of the others:

@@ -25,8 +25,6 @@ from rl_bridge.engines.vllm import MINIMUM, VLLM
 from rl_bridge.engines.vllm.plugin import METHOD
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 
-__all__ = ["AsyncLLMClient", "LLMClient", "ServerClient", "VLLMClient", "connect"]
-
 _HELD = "requests hold cached blocks of other weights, or a KV connector is not done"
 
 

@@ -15,8 +15,6 @@ from rl_bridge.engines.skeleton import EngineCompat, processed_by
 from rl_bridge.engines.vllm import require
 from rl_bridge.errors import IncompatibleUpdate
 
-__all__ = ["VLLMCompat", "is_latent", "num_same", "refuse_unreached", "repacks"]
-
 _BESIDE = ", which cannot be made beside the serving layer"
 # vLLM's attention for the CPU computes with sinks of these; of all others it makes a copy.
 _SINK_DTYPES = (torch.bfloat16, torch.float32)

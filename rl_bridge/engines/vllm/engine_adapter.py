@@ -24,8 +24,6 @@ from rl_bridge.engines.staging import checked_budget
 from rl_bridge.engines.vllm.client import LLMClient, connect
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
 
-__all__ = ["CachePolicy", "PauseMode", "VLLMEngineAdapter", "VLLMServing", "VLLMWeightLoader"]
-
 PauseMode = Literal["keep", "wait", "abort"]
 """What happens to running requests: they freeze, are waited for, or are aborted."""
 

@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 
-from rl_bridge.cuda.devices import driver_at
+from rl_bridge.cuda.devices import cuda_cause, driver_at
 from rl_bridge.engines.load_checks import check_finite
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.installers.module import ModuleInstallAdapter, require_imported
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.transports.cuda import cuda_cause
-
-__all__ = ["VLLMCUDAVMMExternalStorageAdapter"]
 
 
 class VLLMCUDAVMMExternalStorageAdapter(ModuleInstallAdapter):

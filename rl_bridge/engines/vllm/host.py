@@ -29,8 +29,6 @@ from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["NativeUpdates", "VLLMHost", "heard", "manifest_of", "vllm_rank"]
-
 _LOG = logging.getLogger(__name__)
 
 _DRIVER = "vLLM's own calls"

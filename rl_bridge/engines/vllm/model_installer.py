@@ -33,8 +33,6 @@ from rl_bridge.engines.vllm.compat import VLLMCompat, num_same, refuse_unreached
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["Given", "VLLMModelInstaller", "has_same_bytes", "processed"]
-
 # What a stand-in has of its own, so that processing it cannot reach the serving layer.
 _OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "quant_method"}

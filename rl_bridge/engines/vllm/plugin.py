@@ -14,8 +14,6 @@ from typing import Any
 from rl_bridge.engines.vllm import require
 from rl_bridge.errors import WeightBridgeUnavailableError
 
-__all__ = ["BACKEND", "METHOD", "register"]
-
 _LOG = logging.getLogger(__name__)
 
 BACKEND = "rl_bridge"

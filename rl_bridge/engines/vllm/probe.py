@@ -8,14 +8,12 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
+from rl_bridge.cuda.devices import cuda_cause
 from rl_bridge.engines import probe as engine_probe
 from rl_bridge.engines.probe import TIMEOUT_S, Feature
 from rl_bridge.engines.vllm import MINIMUM, VLLM, require
 from rl_bridge.engines.vllm.plugin import BACKEND, METHOD, register
 from rl_bridge.transports.base import Availability
-from rl_bridge.transports.cuda import cuda_cause
-
-__all__ = ["FEATURES", "PACKAGE", "look", "probe"]
 
 PACKAGE = VLLM
 _CHILD = "from rl_bridge.engines.vllm.probe import look; look()"

@@ -27,8 +27,6 @@ from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, checked_threads
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["ModelSnapshot", "VLLMReloadAdapter"]
-
 _LOG = logging.getLogger(__name__)
 _SHOWN = 5
 _KEPT = "_rl_bridge_processed_from"

@@ -24,8 +24,6 @@ from rl_bridge.errors import ProofFailed
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["make_ready", "prove_reload"]
-
 _MATRIX = 2
 _PROJECTION = "kv_b_proj"
 

@@ -29,18 +29,6 @@ from rl_bridge.engines.vllm import require
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = [
-    "DEFAULT_BUFFER_NBYTES",
-    "PackedBuffer",
-    "Request",
-    "VLLMIPCWeightUpdateRequestBuilder",
-    "VLLMNCCLWeightUpdateRequestBuilder",
-    "cuda_handle",
-    "flat_bytes",
-    "full_buffers",
-    "overfull_buffers",
-]
-
 _LOG = logging.getLogger(__name__)
 _SHOWN = 5
 

@@ -30,8 +30,6 @@ from rl_bridge.engines.rank_bridges import checked_transports
 from rl_bridge.engines.vllm.host import NativeUpdates, heard, vllm_rank
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError, describe
 
-__all__ = ["RLBridgeInitInfo", "RLBridgeTransferEngine", "RLBridgeUpdateInfo", "call_together"]
-
 _LOG = logging.getLogger(__name__)
 
 

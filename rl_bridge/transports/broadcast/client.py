@@ -41,8 +41,6 @@ from rl_bridge.transports.wire.channel import (
 )
 from rl_bridge.transports.wire.connector import Connector
 
-__all__ = ["ControlClient"]
-
 _LOG = logging.getLogger(__name__)
 
 _KEPT_REPORTS = 6

@@ -13,13 +13,12 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.transports.base import Attachment, ConsumerEnd
+from rl_bridge.memory.views import Attachment
+from rl_bridge.transports.base import ConsumerEnd
 from rl_bridge.transports.broadcast.client import ControlClient
 from rl_bridge.transports.broadcast.init_info import Backend, BroadcastHandle, BroadcastInitInfo
 from rl_bridge.transports.wire.arenas import Arenas, Arrivals
 from rl_bridge.transports.wire.channel import read_handle
-
-__all__ = ["BroadcastConsumer"]
 
 _LOG = logging.getLogger(__name__)
 

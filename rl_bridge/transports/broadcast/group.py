@@ -28,8 +28,6 @@ from torch._C._distributed_c10d import Store  # what torch.distributed shows wit
 from rl_bridge.errors import DeadlineExceeded, SegmentError
 from rl_bridge.transports.broadcast.init_info import Backend
 
-__all__ = ["BrokenGroups", "Group", "GroupStore", "gloo_cause", "send_slices"]
-
 _LOG = logging.getLogger(__name__)
 
 # Slices under way at a time: one on the wire, one whose receiver is ready, one being digested.

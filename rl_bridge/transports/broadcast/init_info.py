@@ -15,16 +15,6 @@ from pydantic import (
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.transports.wire.channel import Handle, checked_address
 
-__all__ = [
-    "BACKENDS",
-    "MAGIC",
-    "STEPS_IN_TIME",
-    "Backend",
-    "BroadcastHandle",
-    "BroadcastInitInfo",
-    "TorchDistributedWeightSyncInitInfo",
-]
-
 Backend = Literal["gloo", "nccl"]
 BACKENDS: tuple[Backend, ...] = ("gloo", "nccl")
 

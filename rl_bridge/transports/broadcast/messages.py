@@ -20,25 +20,6 @@ from rl_bridge.transports.wire.channel import (
     parser,
 )
 
-__all__ = [
-    "Arrived",
-    "CalledOff",
-    "Declined",
-    "Failed",
-    "FromPublisher",
-    "FromReceiver",
-    "Go",
-    "Join",
-    "Offer",
-    "Ready",
-    "Released",
-    "StoreValue",
-    "Want",
-    "Welcome",
-    "from_publisher",
-    "from_receiver",
-]
-
 # ---- either way ---------------------------------------------------------------------------------
 
 

@@ -29,8 +29,6 @@ from rl_bridge.transports.broadcast.sender import Offered, Sender
 from rl_bridge.transports.broadcast.server import ControlServer
 from rl_bridge.transports.wire.arenas import Arenas
 
-__all__ = ["BroadcastPublisher", "group_info"]
-
 
 def group_info(
     listener: socket.socket,

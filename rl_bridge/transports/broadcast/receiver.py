@@ -29,8 +29,6 @@ from rl_bridge.transports.broadcast.messages import (
 from rl_bridge.transports.wire.arenas import Arrival, Arrivals
 from rl_bridge.transports.wire.channel import Message, keep_newest
 
-__all__ = ["Receiver"]
-
 _LOG = logging.getLogger(__name__)
 _DRAIN_S = 1.0
 _KEPT_PROBLEMS = 4

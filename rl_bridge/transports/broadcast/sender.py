@@ -34,8 +34,6 @@ from rl_bridge.transports.broadcast.server import ControlServer, Member
 from rl_bridge.transports.wire.arenas import Arenas
 from rl_bridge.transports.wire.channel import Gone, Message
 
-__all__ = ["SLICE_NBYTES", "Offered", "Schedule", "Sender"]
-
 _LOG = logging.getLogger(__name__)
 
 SLICE_NBYTES = 16 << 20

@@ -40,8 +40,6 @@ from rl_bridge.transports.wire.channel import (
     keep_newest,
 )
 
-__all__ = ["ControlServer", "Member"]
-
 _LOG = logging.getLogger(__name__)
 
 _MAX_GONE = 64

@@ -25,8 +25,6 @@ from rl_bridge.transports.broadcast.init_info import BACKENDS, Backend, Broadcas
 from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
 from rl_bridge.transports.wire.channel import checked_address, checked_port
 
-__all__ = ["Broadcast", "backend_cause"]
-
 _REMEDIES = {
     "gloo": "Use shared-memory on one machine, or a build of torch with Gloo.",
     "nccl": "Use backend='gloo' and weights on the CPU, or GPUs and a build of torch for CUDA.",

@@ -22,19 +22,6 @@ from rl_bridge.transports.nixl import library
 if TYPE_CHECKING:  # the process that serves reads starts without it
     from rl_bridge.memory.segment import OwnedSegment
 
-__all__ = [
-    "REMEDY",
-    "Agent",
-    "AgentError",
-    "Counters",
-    "Host",
-    "Kind",
-    "Made",
-    "MemoryRefused",
-    "Region",
-    "State",
-]
-
 Kind = Literal["DRAM", "VRAM"]
 State = Literal["DONE", "PROC"]
 Ranges = npt.NDArray[np.uint64]

@@ -12,8 +12,6 @@ from rl_bridge.memory.views import Pin
 from rl_bridge.transports.nixl.agent import AgentError, Host, Kind, Region
 from rl_bridge.transports.wire.arenas import Arenas
 
-__all__ = ["RegisteredArenas", "SlotRegistration", "SlotRegistry"]
-
 _NUMBERS = itertools.count(1)
 
 

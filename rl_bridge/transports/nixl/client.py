@@ -48,8 +48,6 @@ from rl_bridge.transports.wire.channel import (
 )
 from rl_bridge.transports.wire.connector import Connector
 
-__all__ = ["ControlClient"]
-
 _KEPT_REPORTS = 6
 _MAX_REPORT_NBYTES = 1 << 20
 _GOODBYE_S = 1.0

@@ -28,7 +28,8 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.slots import ARRIVING, Slot
-from rl_bridge.transports.base import Attachment, ConsumerEnd, Landed, Landing, PartRequest
+from rl_bridge.memory.views import Attachment
+from rl_bridge.transports.base import ConsumerEnd, Landed, Landing, PartRequest
 from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters, MemoryRefused
 from rl_bridge.transports.nixl.arenas import SlotRegistry
 from rl_bridge.transports.nixl.client import ControlClient
@@ -36,8 +37,6 @@ from rl_bridge.transports.nixl.fetch import Fetch, Job, SharedSlot, Source, Torn
 from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint, NIXLHandle
 from rl_bridge.transports.wire.arenas import Arenas
 from rl_bridge.transports.wire.channel import read_handle
-
-__all__ = ["NIXLConsumer"]
 
 _LOG = logging.getLogger(__name__)
 _Made = TypeVar("_Made")

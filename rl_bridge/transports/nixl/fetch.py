@@ -17,7 +17,8 @@ from rl_bridge.errors import TransferTimeout, WeightBridgeError
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.arrival_digest import ArrivalDigest
 from rl_bridge.memory.slots import STAMP_NBYTES, Slot
-from rl_bridge.transports.base import Attachment, Landing, PartRequest
+from rl_bridge.memory.views import Attachment
+from rl_bridge.transports.base import Landing, PartRequest
 from rl_bridge.transports.nixl.agent import Agent, AgentError, Made, Region
 from rl_bridge.transports.nixl.arenas import RegisteredArenas, SlotRegistration
 from rl_bridge.transports.nixl.client import ControlClient
@@ -31,8 +32,6 @@ from rl_bridge.transports.nixl.reading import (
     plan_steps,
 )
 from rl_bridge.transports.wire.arenas import Arenas, Arrival, Arrivals
-
-__all__ = ["Fetch", "Job", "SharedSlot", "Source", "TornRead"]
 
 _MAX_PREPARED = 32  # pairs of slots, for each kind of request
 _STALL_S = 0.003  # after so long without a byte the publisher is asked to make progress

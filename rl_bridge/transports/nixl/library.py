@@ -18,20 +18,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "BACKENDS",
-    "PACKAGES",
-    "backend_cause",
-    "causes",
-    "command_without_torch",
-    "failures",
-    "find",
-    "has_rdma",
-    "main",
-    "new_agent",
-    "plugins",
-]
-
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 """Packages that may hold the library, in the order in which they are tried."""
 

@@ -27,28 +27,6 @@ from rl_bridge.transports.wire.channel import (
     parser,
 )
 
-__all__ = [
-    "MAGIC",
-    "MAX_MESSAGE_NBYTES",
-    "AskCatalog",
-    "Catalog",
-    "Entry",
-    "FromPublisher",
-    "FromReader",
-    "Help",
-    "Join",
-    "Lapsed",
-    "Lease",
-    "Leased",
-    "NIXLEndpoint",
-    "NIXLHandle",
-    "Renew",
-    "Unlease",
-    "Welcome",
-    "from_publisher",
-    "from_reader",
-]
-
 MAGIC = b"rlbnixl1"
 """Names this transport's protocol in greetings."""
 

@@ -18,8 +18,6 @@ from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint, NIXLHandle
 from rl_bridge.transports.nixl.server import ControlServer
 from rl_bridge.transports.nixl.store import VersionStore
 
-__all__ = ["NIXLPublisher"]
-
 
 class NIXLPublisher(PublisherEnd):
     """See `rl_bridge.transports.base.PublisherEnd`."""

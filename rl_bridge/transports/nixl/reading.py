@@ -22,15 +22,6 @@ from rl_bridge.memory.slots import STAMP_NBYTES, Slot, Stamp, parse_stamp
 from rl_bridge.transports.nixl.agent import Agent, AgentError, Made
 from rl_bridge.transports.nixl.messages import Leased
 
-__all__ = [
-    "STEP_NBYTES",
-    "Prepared",
-    "Reading",
-    "StampPage",
-    "Steps",
-    "plan_steps",
-]
-
 STEP_NBYTES = 8 << 20
 """Bytes of one read: they are digested while the next reads are under way."""
 _MAX_ROWS = 1024

@@ -36,8 +36,6 @@ from rl_bridge.transports.nixl.store import VersionStore
 from rl_bridge.transports.wire.acceptor import Acceptor, Peer
 from rl_bridge.transports.wire.channel import Channel, Gone, Leave, Message, Refused, Reported, Wake
 
-__all__ = ["ControlServer"]
-
 _LOG = logging.getLogger(__name__)
 
 _MAX_GONE = 64

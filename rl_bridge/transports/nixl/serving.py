@@ -29,8 +29,6 @@ import numpy as np
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.transports.nixl.agent import Agent, AgentError, Region
 
-__all__ = ["MAX_MESSAGE_NBYTES", "Serving", "main"]
-
 MAX_MESSAGE_NBYTES = 1 << 20
 """The largest message between the publisher and this process."""
 

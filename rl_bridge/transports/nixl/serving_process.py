@@ -24,8 +24,6 @@ from rl_bridge.transports.nixl.agent import AgentError, Counters, Host, Kind, Re
 from rl_bridge.transports.nixl.library import command_without_torch
 from rl_bridge.transports.nixl.serving import MAX_MESSAGE_NBYTES
 
-__all__ = ["ServingProcess"]
-
 _REMEDY = "Try again, or let the publisher serve by itself: serve='inline'."
 
 _LONG_S = 60.0  # to start, or to register memory, which some networks have to pin

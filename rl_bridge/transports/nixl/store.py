@@ -29,8 +29,6 @@ from rl_bridge.transports.nixl.arenas import RegisteredArenas, SlotRegistration
 from rl_bridge.transports.nixl.messages import Entry, Lease, Leased
 from rl_bridge.transports.wire.channel import Gone
 
-__all__ = ["InPlaceStore", "SlotStore", "Stored", "VersionStore"]
-
 _MAX_NAME = 1024  # a name is long if its characters have to be escaped
 
 _Ranges = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -36,8 +36,6 @@ from rl_bridge.transports.wire.acceptor import listen
 from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
 from rl_bridge.transports.wire.channel import checked_address, checked_port
 
-__all__ = ["NIXL"]
-
 _MAX_PORT = 2**16 - 1
 
 

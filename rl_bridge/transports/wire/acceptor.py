@@ -23,8 +23,6 @@ from rl_bridge.transports.wire.channel import (
     fresh_nonce,
 )
 
-__all__ = ["Acceptor", "Peer", "listen"]
-
 _LOG = logging.getLogger(__name__)
 
 _Joined = TypeVar("_Joined")

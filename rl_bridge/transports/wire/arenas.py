@@ -25,17 +25,8 @@ from rl_bridge.memory.arrival_digest import ArrivalDigest, ArrivalPlan
 from rl_bridge.memory.places import CPU_PLACE, Pass, Place
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import ARRIVING, Slot, SlotRing, slot_segment_nbytes
-from rl_bridge.memory.views import LeasedView, Pin, ViewCache
-from rl_bridge.transports.base import Attachment
+from rl_bridge.memory.views import Attachment, LeasedView, Pin, ViewCache
 from rl_bridge.transports.wire.channel import keep_newest
-
-__all__ = [
-    "Arenas",
-    "Arrival",
-    "Arrivals",
-    "CPUArenas",
-    "DeviceArenas",
-]
 
 
 class Arenas(ABC):

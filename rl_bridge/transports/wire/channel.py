@@ -45,30 +45,6 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.holding import Holding
 
-__all__ = [
-    "GREETING_NBYTES",
-    "MAX_MESSAGE_NBYTES",
-    "Channel",
-    "Count",
-    "Gone",
-    "Greeting",
-    "Handle",
-    "Leave",
-    "Message",
-    "Refused",
-    "Reported",
-    "Text",
-    "UpdateId",
-    "Wake",
-    "checked_address",
-    "checked_port",
-    "error_of",
-    "fresh_nonce",
-    "keep_newest",
-    "parser",
-    "read_handle",
-]
-
 # ---- the greeting -------------------------------------------------------------------------------
 
 _MAGIC_NBYTES = 8

@@ -18,8 +18,6 @@ from rl_bridge.transports.wire.channel import (
     fresh_nonce,
 )
 
-__all__ = ["Connector"]
-
 # The network failed; the publisher may be well.
 _NETWORK = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
 _RETRY_MS = 100

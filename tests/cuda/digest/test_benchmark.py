@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_bridge.transports.cuda import cuda_cause
+from rl_bridge.cuda.devices import cuda_cause
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ["gpu_digest.py", "gpu_updates.py"]

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from rl_bridge.cuda.devices import cuda_cause
 from rl_bridge.cuda.digest import DevicePass, EngineName, kernel_cause
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.transports.cuda import cuda_cause
 from tests.cuda.digest import rig
 from tests.test_docs_format import VECTORS
 
