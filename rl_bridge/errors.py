@@ -111,15 +111,15 @@ class TransportUnavailable(WeightBridgeUnavailableError):
     """
 
     def __init__(self, transport: str, cause: str, remedy: str) -> None:
-        """Build the message from its parts, which stay readable as attributes."""
-        super().__init__(f"transport {transport!r} is blocked: {cause}. {remedy}")
+        """Keep the parts, which stay readable as attributes."""
+        # All of them, so that it can be made again: Ray and others send errors between processes.
+        super().__init__(transport, cause, remedy)
         self.transport = transport
         self.cause = cause
         self.remedy = remedy
 
-    def __reduce__(self) -> tuple[type, tuple[str, ...], dict[str, object]]:
-        """Be made again from the parts: Ray and others send errors from process to process."""
-        return type(self), (self.transport, self.cause, self.remedy), self.__dict__
+    def __str__(self) -> str:
+        return f"transport {self.transport!r} is blocked: {self.cause}. {self.remedy}"
 
 
 class SignatureRefused(WeightBridgeUnavailableError):
@@ -259,17 +259,15 @@ class DriverError(WeightBridgeError):
     """
 
     def __init__(self, call: str, code: str, detail: str, remedy: str) -> None:
-        """Build the message from its parts, which stay readable as attributes."""
+        """Keep the parts, as `TransportUnavailable` does."""
+        super().__init__(call, code, detail, remedy)
         self.cause = f"{call} failed with {code}: {detail}"
-        super().__init__(f"{self.cause}. {remedy}")
         self.call = call
         self.code = code
         self.remedy = remedy
-        self._parts = (call, code, detail, remedy)
 
-    def __reduce__(self) -> tuple[type, tuple[str, ...], dict[str, object]]:
-        """As `TransportUnavailable`."""
-        return type(self), self._parts, self.__dict__
+    def __str__(self) -> str:
+        return f"{self.cause}. {self.remedy}"
 
 
 class GroupAborted(WeightBridgeError):

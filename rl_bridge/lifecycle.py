@@ -29,7 +29,6 @@ __all__ = [
     "State",
     "Transition",
     "mermaid",
-    "shortest_path",
 ]
 
 
@@ -76,9 +75,7 @@ class Event(StrEnum):
 
 PUBLISHER: Final = MappingProxyType(
     {
-        State.PREPARING: MappingProxyType(
-            {Event.PUBLISH: State.PUBLISHED, Event.RELEASE: State.RELEASED}
-        ),
+        State.PREPARING: MappingProxyType({Event.PUBLISH: State.PUBLISHED}),
         State.PUBLISHED: MappingProxyType({Event.RELEASE: State.RELEASED}),
         State.RELEASED: MappingProxyType({}),
     }
@@ -153,19 +150,6 @@ STATUS: Final = MappingProxyType(
 )
 
 
-def shortest_path(role: Role, target: State) -> tuple[Event, ...] | None:
-    """Shortest list of events from a role's initial state to `target`; None if there is no way."""
-    table = TABLE[role]
-    paths: dict[State, tuple[Event, ...]] = {INITIAL[role]: ()}
-    queue = [INITIAL[role]]
-    for state in queue:
-        for event, successor in table[state].items():
-            if successor not in paths:
-                paths[successor] = (*paths[state], event)
-                queue.append(successor)
-    return paths.get(target)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
     """One step that an update took.
@@ -213,7 +197,6 @@ class Lifecycle:
         update_id: str,
         weight_version: int,
         observer: Observer | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start in the role's initial state.
 
@@ -223,23 +206,16 @@ class Lifecycle:
             weight_version: its version.
             observer: called with every transition, after it is recorded; for logs, progress, tests.
                 What it raises is logged and changes nothing.
-            clock: seconds, monotonic.
 
         """
         self._role = role
         self._update_id = update_id
         self._weight_version = weight_version
         self._observer = observer
-        self._clock = clock
         self.state = INITIAL[role]
         self.moves = TABLE[role][self.state]
         self.reason: str | None = None
         self.history: list[Transition] = []
-
-    @property
-    def status(self) -> str:
-        """One of the five words: published, imported, acknowledged, rejected, released."""
-        return STATUS[self.state]
 
     def has_taken(self, event: Event) -> bool:
         """Whether one of the steps so far was `event`."""
@@ -262,7 +238,7 @@ class Lifecycle:
             event=event,
             source=source,
             target=target,
-            at_s=self._clock(),
+            at_s=time.monotonic(),
         )
         self.state, self.moves = target, TABLE[self._role][target]
         self.history.append(step)

@@ -11,6 +11,7 @@ that in a queue, which is emptied where no call is under way: at the end of a tu
 
 import errno
 import gc
+import json
 import logging
 import os
 import threading
@@ -328,12 +329,7 @@ class Consumer:
     def resolve_update(
         self, given: object, *, caller: str = "import_update"
     ) -> WeightUpdateManifest:
-        """The manifest that `given` is: an object, or its JSON text.
-
-        Raises:
-            WeightManifestValidationError: it describes no update that could be imported.
-
-        """
+        """The manifest that `given` is: an object, or its JSON text."""
         if isinstance(given, str):
             return WeightUpdateManifest.from_json(given)
         return as_manifest(given, caller=caller)
@@ -475,14 +471,7 @@ class Consumer:
         proof: Mapping[str, JSONValue] | None = None,
         timings_ms: Mapping[str, float] | None = None,
     ) -> None:
-        """Say that an update is installed; it becomes the active one.
-
-        Raises:
-            UnknownUpdate: it was never imported here.
-            IllegalTransition: its state does not allow it.
-            StaleUpdate: a later version of its publisher was acknowledged already.
-
-        """
+        """Say that an update is installed; it becomes the active one. See `TensorBridge`."""
         with self.turn():
             self.check_open()
             record = self._record(update_id, "acknowledge update before import_update succeeds")
@@ -504,10 +493,6 @@ class Consumer:
 
         An id that nobody here has met is taken as well, and its update refused should it come: an
         engine may know that it does not want one. A mistyped id is therefore not noticed.
-
-        Raises:
-            IllegalTransition: it was acknowledged already.
-
         """
         with self.turn():
             self.check_open()
@@ -537,13 +522,7 @@ class Consumer:
             self.end.settle()
 
     def advance(self, update_id: str, event: Event, *, reason: str | None = None) -> None:
-        """Take a fine step: verify, stage, install, tear, undo (an executor's business).
-
-        Raises:
-            UnknownUpdate: it was never imported here.
-            IllegalTransition: its state does not allow it.
-
-        """
+        """Take a fine step: verify, stage, install, tear, undo (an executor's business)."""
         with self.turn():
             record = self._record(update_id, f"{event} update")
             record.lifecycle.fire(event, reason=reason)
@@ -566,12 +545,7 @@ class Consumer:
             self.end.close()
 
     def check_open(self) -> None:
-        """Refuse to go on once it was closed.
-
-        Raises:
-            BridgeClosed: it was.
-
-        """
+        """Refuse to go on once it was closed."""
         if self._is_closed:
             msg = "this consumer is closed. Make a new bridge."
             raise BridgeClosed(msg)
@@ -802,6 +776,15 @@ def _checked_evidence(
         )
         raise MalformedManifest(msg) from error
     copied = plain({"proof": proof, "timings_ms": timings}, where="acknowledge")
+    try:
+        json.dumps(copied, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        msg = (
+            f"acknowledge: {error.object[error.start : error.end]!r} is half of a surrogate pair, "
+            "which no report can carry. Leave it out of proof and timings_ms, or replace it: "
+            'text.encode("utf-8", "replace").decode().'
+        )
+        raise MalformedManifest(msg) from error
     return copied["proof"], copied["timings_ms"]
 
 

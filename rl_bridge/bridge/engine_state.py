@@ -86,9 +86,7 @@ class EngineState:
         self.last_ack: Acknowledgement | None = None
         self._uncommitted: str | None = None  # why the adapter did not commit the active version
         self._superseded: dict[str, None] = {}  # were active, and are still to be released
-        self.torn_by: dict[
-            str, tuple[WeightUpdateManifest, str]
-        ] = {}  # with reasons, the last last
+        self.torn_by: dict[str, tuple[WeightUpdateManifest, str]] = {}
         self._is_taken = False  # by another driver
 
     @cached_property
@@ -116,13 +114,7 @@ class EngineState:
         return self.changing, "an interrupt stopped its install"
 
     def check_servable(self) -> None:
-        """Refuse to serve what is no verified version.
-
-        Raises:
-            TornEngine: the engine is torn.
-            WeightBridgeUnavailableError: it never got a verified version.
-
-        """
+        """Refuse to serve what is no verified version. See `RolloutExecutor`."""
         if self.is_torn:
             manifest, reason = self.last_torn
             msg = (

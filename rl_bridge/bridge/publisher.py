@@ -182,24 +182,23 @@ class Publisher:
                 )
                 if self._journal is not None:
                     self._journal.reserve(weight_version)
+                lifecycle = Lifecycle(
+                    Role.PUBLISHER,
+                    update_id=update_id,
+                    weight_version=weight_version,
+                    observer=self._observer,
+                )
+                timings = {
+                    "gather": (gathered - start) * 1e3,
+                    **carried.timings_ms,
+                    "seal": (time.perf_counter() - sealed) * 1e3,
+                    "publish": (time.perf_counter() - start) * 1e3,
+                }
             except BaseException:
                 self.end.release(update_id)
                 raise
-            self.last_version = weight_version
-            lifecycle = Lifecycle(
-                Role.PUBLISHER,
-                update_id=update_id,
-                weight_version=weight_version,
-                observer=self._observer,
-            )
-            timings = {
-                "gather": (gathered - start) * 1e3,
-                **carried.timings_ms,
-                "seal": (time.perf_counter() - sealed) * 1e3,
-                "publish": (time.perf_counter() - start) * 1e3,
-            }
             self._updates[update_id] = _Published(manifest, lifecycle, timings)
-            self.latest = manifest
+            self.last_version, self.latest = weight_version, manifest
             lifecycle.fire(Event.PUBLISH)
             self._forget_old()
             return manifest

@@ -407,7 +407,7 @@ def known_rank(model: torch.nn.Module) -> EngineRank | None:
     return rank
 
 
-# ---- the door -----------------------------------------------------------------------------------
+# ---- calls of the driver ------------------------------------------------------------------------
 
 
 def answer(rank: EngineRank, verb: str, payload: object) -> Reply:
@@ -430,7 +430,7 @@ def answer(rank: EngineRank, verb: str, payload: object) -> Reply:
 
 
 def _step_of(rank: EngineRank, verb: str, given: Payload) -> Callable[[Payload], Reply]:
-    """What a verb does on a rank, once its call has come through the door."""
+    """What a verb does on a rank, once its call is accepted."""
     own = rank.host.verbs
     if verb in own:
         return own[verb]

@@ -11,6 +11,7 @@ pieces have one form. Resharding (`rl_bridge.groups.plan`) uses the same boxes.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 # Overlaps are looked for in so many rows at a time: 1024 x 20,000 x dims bytes at most.
 _ROWS = 1024
+_FEW = 6
 # Nobody cuts a tensor into more boxes. Comparing each with each must take seconds at most.
 _MAX_BOXES = 20_000
 _MAX_INT = 2**63 - 1
@@ -122,9 +124,11 @@ def find_gap(whole: Box, boxes: Iterable[Box]) -> Box | None:
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Two of `boxes` that share elements, by their places; None if all are disjoint."""
     kept = [place for place, box in enumerate(boxes) if not is_empty(box)]
-    if len(kept) > 1 and not boxes[kept[0]][0]:
-        return kept[0], kept[1]  # without dimensions: the same single element twice
-    if len(kept) < 2:  # noqa: PLR2004 - a pair
+    # Arrays do not pay for a few. (Boxes without dimensions are one element: two of them overlap.)
+    for one, other in combinations(kept[:_FEW], 2):
+        if intersect(boxes[one], boxes[other]) is not None:
+            return one, other
+    if len(kept) <= _FEW:
         return None
     kept.sort(key=lambda place: boxes[place][0][0])
     low = np.array([boxes[place][0] for place in kept], np.int64)
@@ -356,13 +360,7 @@ def _check_agreement(name: str, pieces: Sequence[Held]) -> None:
 def _prove_tensor(name: str, pieces: Sequence[Held]) -> None:
     # Empty shards are sound wherever they are said to lie.
     counted = [one for one in pieces if one.piece.replica == 0 and 0 not in one.piece.shape]
-    shape = pieces[0].piece.global_shape
-    if all(one.piece.is_flat for one in counted):
-        _prove_intervals(name, counted, shape, None)
-    elif (dim := _cut_dimension(counted, shape)) is not None:
-        _prove_intervals(name, counted, shape, dim)
-    else:
-        _prove_boxes(name, counted, shape)
+    _prove_boxes(name, counted, pieces[0].piece.global_shape)
     originals = {_range(one) for one in counted}
     for one in pieces:
         if one.piece.replica and prod(one.piece.shape) and _range(one) not in originals:
@@ -379,54 +377,21 @@ def _range(one: Held) -> tuple[object, ...]:
 
 
 def _where(one: Held) -> str:
-    what = shown(box_of(one.piece.offset, one.piece.shape))
-    return f"elements {what} in row-major order" if one.piece.is_flat else what
+    return _place(box_of(one.piece.offset, one.piece.shape), is_flat=one.piece.is_flat)
 
 
-def _cut_dimension(pieces: Sequence[Held], shape: tuple[int, ...]) -> int | None:
-    """The one dimension in which pieces differ from the whole; None if there are several."""
-    found: set[int] = set()
-    for one in pieces:
-        piece = one.piece
-        if piece.is_flat or not shape:
-            return None
-        found.update(dim for dim, size in enumerate(shape) if piece.shape[dim] != size)
-    return None if len(found) > 1 else next(iter(found), 0)
-
-
-def _prove_intervals(
-    name: str, pieces: Sequence[Held], shape: tuple[int, ...], dim: int | None
-) -> None:
-    """Pieces that are ranges of one number: sorted, each begins where the one before it ends."""
-    size = prod(shape) if dim is None else shape[dim]
-    place = dim or 0
-    ordered = sorted(pieces, key=lambda one: one.piece.offset[place])
-
-    def where(lo: int, hi: int) -> str:
-        if dim is None:
-            return f"elements [{lo}:{hi}] in row-major order"
-        low, high = [0] * len(shape), list(shape)
-        low[dim], high[dim] = lo, hi
-        return shown((tuple(low), tuple(high)))
-
-    end, before = 0, None
-    for one in ordered:
-        start = one.piece.offset[place]
-        if start > end:
-            raise IncompleteCoverage(_missing(name, where(end, start), shape))
-        if start < end and before is not None:
-            until = min(end, start + one.piece.shape[place])
-            raise IncompleteCoverage(_doubled(name, where(start, until), before, one))
-        end, before = start + one.piece.shape[place], one
-    if end < size and 0 not in shape:
-        raise IncompleteCoverage(_missing(name, where(end, size), shape))
+def _place(box: Box, *, is_flat: bool) -> str:
+    return f"elements {shown(box)} in row-major order" if is_flat else shown(box)
 
 
 def _prove_boxes(name: str, pieces: Sequence[Held], shape: tuple[int, ...]) -> None:
+    # If all are ranges of elements, these are boxes of one dimension.
+    is_flat = all(one.piece.is_flat for one in pieces)
     boxes: list[Box] = []
     owners: list[Held] = []
     for one in pieces:
-        mine = piece_boxes(one.piece)
+        piece = one.piece
+        mine = [box_of(piece.offset, piece.shape)] if is_flat else piece_boxes(piece)
         boxes += mine
         owners += [one] * len(mine)
     if len(boxes) > _MAX_BOXES:
@@ -438,15 +403,14 @@ def _prove_boxes(name: str, pieces: Sequence[Held], shape: tuple[int, ...]) -> N
     overlap = find_overlap(boxes)
     if overlap is not None:
         first, second = overlap
-        low = tuple(map(max, boxes[first][0], boxes[second][0]))
-        high = tuple(map(min, boxes[first][1], boxes[second][1]))
+        shared = intersect(boxes[first], boxes[second]) or boxes[first]
         both = sorted((owners[first], owners[second]), key=lambda held: held.rank)
-        raise IncompleteCoverage(_doubled(name, shown((low, high)), *both))
+        raise IncompleteCoverage(_doubled(name, _place(shared, is_flat=is_flat), *both))
     # Disjoint and inside: then nothing is missing if, and only if, the counts agree.
     if sum(map(volume, boxes)) != prod(shape):
-        whole = box_of((0,) * len(shape), shape)
-        gap = find_gap(whole, boxes)
-        raise IncompleteCoverage(_missing(name, shown(gap or whole), shape))
+        whole = box_of((0,), (prod(shape),)) if is_flat else box_of((0,) * len(shape), shape)
+        gap = find_gap(whole, boxes) or whole
+        raise IncompleteCoverage(_missing(name, _place(gap, is_flat=is_flat), shape))
 
 
 def _missing(name: str, where: str, shape: tuple[int, ...]) -> str:

@@ -45,6 +45,8 @@ class PartLayout(Frozen):
 
     """
 
+    KIND: ClassVar[str] = "part of a group's layout"
+
     flat: StrictStr
     local_offsets: _Numbers
     names: tuple[StrictInt, ...]

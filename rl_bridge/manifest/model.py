@@ -98,8 +98,6 @@ class Manifest(Frozen):
     """A manifest of either kind."""
 
     FORMAT: ClassVar[str]
-    KIND: ClassVar[str]
-    """What messages call it."""
     LAYOUT_FIELD: ClassVar[str]
     """The field that holds the layout part."""
     LAYOUT_TYPE: ClassVar[type[Layout]]
@@ -114,7 +112,7 @@ class Manifest(Frozen):
     root: StrictStr = ""
 
     def __init__(self, /, **fields: Any) -> None:
-        """Validate `fields`; a wrong type is a `MalformedManifest`, not pydantic's own error."""
+        """Check `fields`."""
         if "format" in fields:
             msg = (
                 f"these are the parts of a {self.KIND}'s JSON (format, header, layout), not its "
@@ -122,10 +120,7 @@ class Manifest(Frozen):
                 f"document with {type(self).__name__}.model_validate(document)."
             )
             raise MalformedManifest(msg)
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise MalformedManifest(f"{self.KIND} {field_problem(error)}. {RESEND}") from error
+        super().__init__(**fields)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

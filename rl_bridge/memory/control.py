@@ -96,9 +96,9 @@ class UpdateReport(BaseModel):
 def take_note(updates: dict[str, UpdateReport], report: UpdateReport) -> None:
     """Note a report among a consumer's last few, the newest last.
 
-    A late or replayed manifest is refused at the door, as often as it comes. That must not push out
-    what is known of an update that is held or active, nor replace what became of one that was
-    acknowledged: refusals make room first.
+    A late or replayed manifest is refused as often as it comes. That must not push out what is
+    known of an update that is held or active, nor replace what became of one that was acknowledged:
+    refusals make room first.
 
     Args:
         updates: of one consumer, by update; changed.

@@ -10,7 +10,8 @@ import importlib
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -142,10 +143,11 @@ class BytePlan:
             threads = default_threads() if num_threads is None else max(1, num_threads)
             helpers = min(threads, -(-int(self._start[-1]) // _BLOCK)) - 1
         if helpers:
-            shares = [_Share(self._native, arguments) for _ in range(helpers)]
+            shares: list[_Share] = [Future() for _ in range(helpers)]
+            run = partial(self._native.run, *arguments)
             try:
-                _POOL.start(shares)
-                self._native.run(*arguments)
+                _POOL.start(shares, run)
+                run()
             finally:
                 _finish(shares)  # they use the arrays above
         else:
@@ -203,6 +205,9 @@ class BytePlan:
         return addresses
 
 
+_Share = Future[None]
+
+
 class _Pool:
     """Helper threads, made when first needed and anew in a forked child (threads do not fork)."""
 
@@ -211,15 +216,13 @@ class _Pool:
         self._executor: ThreadPoolExecutor | None = None
         os.register_at_fork(after_in_child=self._reset)
 
-    def start(self, shares: list["_Share"]) -> None:
-        if not shares:
-            return
+    def start(self, shares: list[_Share], run: Callable[[], object]) -> None:
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(64, thread_name_prefix="rl_bridge-pass")
             try:
                 for share in shares:
-                    self._executor.submit(share.run)
+                    self._executor.submit(_take_part, share, run)
             except RuntimeError:
                 # The interpreter is ending, or no thread can be started: the caller's own thread
                 # takes all blocks that nobody else takes.
@@ -230,58 +233,38 @@ class _Pool:
         self._executor = None
 
 
-class _Share:
-    """What one helper does of a pass; as long as no helper has begun it, it can be taken back.
+def _take_part(share: _Share, run: Callable[[], object]) -> None:
+    """What a helper does of a pass, unless the pass is over by then.
 
-    A pool's own futures do not suffice: where a thread cannot be started, `submit` raises and keeps
-    the work all the same, for whichever thread gets free when the pass is long over.
+    The pool's own future does not suffice: where a thread cannot be started, `submit` raises and
+    keeps the work all the same, for whichever thread gets free when the pass is long over.
     """
-
-    def __init__(self, native: ModuleType, arguments: tuple[int, ...]) -> None:
-        self._native = native
-        self._arguments: tuple[int, ...] | None = arguments
-        self._lock = threading.Lock()
-        self.ended = threading.Event()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        arguments = self._take()
-        if arguments is None:
-            return
+    if share.set_running_or_notify_cancel():
         try:
-            self._native.run(*arguments)
+            run()
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            self.error = error
-        finally:
-            self.ended.set()
-
-    def take_back(self) -> None:
-        if self._take() is not None:
-            self.ended.set()
-
-    def _take(self) -> tuple[int, ...] | None:
-        with self._lock:
-            arguments, self._arguments = self._arguments, None
-            return arguments
+            share.set_exception(error)
+        else:
+            share.set_result(None)
 
 
 def _finish(shares: list[_Share]) -> None:
     """Wait for the helpers, whatever arrives meanwhile: they are in memory that is not theirs."""
     interrupt: BaseException | None = None
     for share in shares:
-        while not share.ended.is_set():
+        while not share.cancel() and not share.done():
             try:
-                share.take_back()
-                share.ended.wait()
+                wait([share])
             except BaseException as error:  # noqa: BLE001 - raised below, when no helper writes
                 interrupt = error
-    problems = [e for e in (interrupt, *(share.error for share in shares)) if e is not None]
+    errors = (share.exception() for share in shares if not share.cancelled())
+    problems = [error for error in (interrupt, *errors) if error is not None]
     if problems:
         try:
             raise problems[0]
         finally:
             # Else the traceback would hold this frame, this frame the error, and both the bytes.
-            del interrupt, problems, shares
+            del interrupt, errors, problems, shares
 
 
 _POOL = _Pool()

@@ -1,4 +1,4 @@
-"""The door of a side-car: unsigned requests get no further, and no request is too large.
+"""The entry of a side-car: unsigned requests get no further, and no request is too large.
 
 An ASGI application around another one. It reads the body, within limits of size and time, before
 anything looks at it; checks signature, time and nonce; and signs the answer.
@@ -51,7 +51,7 @@ class Gate:
         """Stand before `app`.
 
         Args:
-            app: the application behind the door.
+            app: the application that gets the requests.
             key: shared with the clients.
             nonces: of the requests that were answered already.
             config: limits.
