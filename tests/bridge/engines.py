@@ -16,6 +16,7 @@ from tests.helpers import weights
 
 __all__ = [
     "TRANSPORTS",
+    "OwnConsumer",
     "Recording",
     "TwoVerbs",
     "Unseen",
@@ -128,6 +129,27 @@ class Unseen(TwoVerbs):
         if name != "engine":
             raise AttributeError(name)
         return self._engine()
+
+
+class OwnConsumer:
+    """A consumer's bridge of a user's own: the four verbs, and which of them were called."""
+
+    def __init__(self, inner: TensorBridge) -> None:
+        self._inner = inner
+        self.calls: list[str] = []
+
+    def import_update(self, manifest: WeightUpdateManifest) -> Mapping[str, torch.Tensor]:
+        self.calls.append("import")
+        return self._inner.import_update(manifest)
+
+    def acknowledge(self, update_id: str) -> None:
+        self.calls.append("acknowledge")
+
+    def reject(self, update_id: str, reason: str) -> None:
+        self.calls.append(f"reject: {reason}")
+
+    def release(self, update_id: str) -> None:
+        self.calls.append("release")
 
 
 def fours(value: float) -> dict[str, torch.Tensor]:

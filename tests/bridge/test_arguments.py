@@ -11,12 +11,10 @@ import pytest
 
 import rl_bridge
 from rl_bridge import (
-    SharedMemoryTensorBridge,
     TensorBridge,
     WeightUpdateManifest,
     make_weight_bridge,
 )
-from rl_bridge.bridge import WeightBridge
 from rl_bridge.errors import (
     MalformedManifest,
     SegmentError,
@@ -256,22 +254,6 @@ def test_a_directory_whose_parent_is_missing_is_not_made(option: str, tmp_path: 
     assert not (tmp_path / "typo").exists()
 
 
-def test_a_directory_is_made_where_its_parent_is_there(tmp_path: Path) -> None:
-    with SharedMemoryTensorBridge(
-        directory=tmp_path / "rl", state_dir=tmp_path / "state"
-    ) as bridge:
-        assert bridge.publish(weights(), weight_version=1).weight_version == 1
-
-
-def test_a_file_for_a_directory_is_an_error_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with (
-        make_weight_bridge("shared-memory", directory=tmp_path / "file") as bridge,
-        pytest.raises(SegmentError, match="directory="),
-    ):
-        bridge.publish(weights(), weight_version=1)
-
-
 def test_a_consumer_with_another_directory_is_told_to_compare_them(tmp_path: Path) -> None:
     mine, theirs = tmp_path / "a", tmp_path / "b"
     theirs.mkdir()
@@ -323,12 +305,3 @@ def test_an_option_of_nixl_of_a_wrong_type_is_named(option: str, value: object) 
 def test_an_argument_of_a_groups_bridge_of_a_wrong_type_is_named(given: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         GroupBridge(**given)
-
-
-@pytest.mark.parametrize(
-    ("short", "full"), [("local", "local-clone"), ("shm", "shared-memory"), ("ipc", "cuda-ipc")]
-)
-def test_short_forms_mean_the_same_transport(short: str, full: str) -> None:
-    bridge = make_weight_bridge(short)
-    assert bridge.transport == full
-    assert isinstance(bridge, WeightBridge)

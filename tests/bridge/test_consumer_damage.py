@@ -9,7 +9,6 @@ from rl_bridge import (
     RolloutExecutor,
     SharedMemoryTensorBridge,
     TensorBridge,
-    WeightUpdateManifest,
     make_weight_bridge,
 )
 from rl_bridge.errors import (
@@ -31,29 +30,6 @@ from tests.bridge.engines import fours, linear_weights, publish
 from tests.helpers import open_fds
 
 # ---- damage -------------------------------------------------------------------------------------
-
-
-def digests_with_one_bit_changed(manifest: WeightUpdateManifest) -> WeightUpdateManifest:
-    digests = bytes([manifest.digests[0] ^ 1]) + manifest.digests[1:]
-    return manifest.model_copy(update={"digests": digests})
-
-
-def test_bytes_that_differ_from_the_manifest_are_rejected_by_name(
-    publisher: TensorBridge, consumer: TensorBridge
-) -> None:
-    manifest = publish(publisher, 1)
-    altered = digests_with_one_bit_changed(manifest)
-    with pytest.raises(
-        ChecksumMismatch, match=r"^tensor checksum mismatch for 'layer.bias' in version 1: expected"
-    ) as caught:
-        consumer.import_update(altered)
-    assert altered.digests[:16].hex() in str(caught.value)
-    assert manifest.digests[:16].hex() in str(caught.value)
-    assert "(1 of 3 tensors differ)" in str(caught.value)
-    assert consumer.update_status(manifest.update_id) == "rejected"
-    assert "checksum" in (consumer.rejection_reason(manifest.update_id) or "")
-    publisher.release(manifest.update_id)
-    assert consumer.import_update(publish(publisher, 2))
 
 
 def test_padding_is_not_part_of_an_update(consumer: TensorBridge) -> None:

@@ -1,7 +1,7 @@
 """One executor: what an update does and leaves behind, and who shares its bridge."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from rl_bridge.errors import (
     BridgeClosed,
     ForeignTransport,
     IncompatibleUpdate,
-    MalformedManifest,
     StaleUpdate,
     TransportUnavailable,
     WeightBridgeUnavailableError,
@@ -29,7 +28,16 @@ from rl_bridge.errors import (
 )
 from rl_bridge.lifecycle import State
 from rl_bridge.memory.passes import BytePlan
-from tests.bridge.engines import Recording, TwoVerbs, Unseen, bridge_of, content, fours, publish
+from tests.bridge.engines import (
+    OwnConsumer,
+    Recording,
+    TwoVerbs,
+    Unseen,
+    bridge_of,
+    content,
+    fours,
+    publish,
+)
 from tests.helpers import weights
 
 # ---- success ------------------------------------------------------------------------------------
@@ -87,32 +95,11 @@ def test_without_a_bridge_the_executor_makes_one() -> None:
         executor.check_servable()
 
 
-class _OwnConsumer:
-    """A consumer of the user's own, with nothing but the protocol's four methods."""
-
-    def __init__(self, bridge: TensorBridge) -> None:
-        self._bridge = bridge
-        self.calls: list[str] = []
-
-    def import_update(self, manifest: WeightUpdateManifest) -> Mapping[str, torch.Tensor]:
-        self.calls.append("import")
-        return self._bridge.import_update(manifest)
-
-    def acknowledge(self, update_id: str) -> None:
-        self.calls.append("acknowledge")
-
-    def reject(self, update_id: str, reason: str) -> None:
-        self.calls.append(f"reject: {reason}")
-
-    def release(self, update_id: str) -> None:
-        self.calls.append("release")
-
-
 def test_a_consumer_of_the_users_own_needs_only_the_protocol(
     publisher: TensorBridge, adapter: Recording
 ) -> None:
     with make_weight_bridge(publisher.transport) as bridge:
-        consumer = _OwnConsumer(bridge)
+        consumer = OwnConsumer(bridge)
         executor = RolloutExecutor(weight_bridge=consumer, weight_install_adapter=adapter)
         executor.update_weights(publish(publisher, 1))
         adapter.fails["install"] = LookupError("no")
@@ -252,30 +239,18 @@ def test_an_update_that_somebody_acknowledges_meanwhile_keeps_its_tensors(
 
 
 def test_an_update_that_a_bridge_of_ones_own_imports_as_an_empty_mapping_is_rejected_too() -> None:
-    class Elsewhere:
+    class Elsewhere(OwnConsumer):
         """Puts the weights where its engine finds them, and hands none out."""
-
-        def __init__(self) -> None:
-            self.said: list[str] = []
 
         def import_update(self, manifest: WeightUpdateManifest) -> dict[str, torch.Tensor]:
             return {}
 
-        def acknowledge(self, update_id: str) -> None:
-            self.said.append("acknowledged")
-
-        def reject(self, update_id: str, reason: str) -> None:
-            self.said.append("rejected")
-
-        def release(self, update_id: str) -> None:
-            self.said.append("released")
-
-    own = Elsewhere()
     with make_weight_bridge("local-clone") as publisher:
+        own = Elsewhere(publisher)
         manifest = publisher.publish(fours(1), weight_version=1)
         with pytest.raises(IncompatibleUpdate):
             executor_on(own).update_weights(manifest)
-    assert own.said == ["rejected"]
+    assert [call.partition(":")[0] for call in own.calls] == ["reject"]
 
 
 def closed_bridge() -> dict[str, Any]:
@@ -306,17 +281,6 @@ def test_an_executor_whose_bridge_cannot_be_opened_says_so_once_and_can_be_close
         executor.recover()
         executor.release_weights()
     executor.close()
-
-
-@pytest.mark.parametrize(
-    "given", [None, 5, {"update_id": "x"}, object()], ids=lambda one: type(one).__name__
-)
-def test_what_is_no_manifest_is_malformed_for_the_executor_too(
-    given: Any, executor: RolloutExecutor, adapter: Recording
-) -> None:
-    with pytest.raises(MalformedManifest, match=r"update_weights got a .*Pass what publish"):
-        executor.update_weights(given)
-    assert adapter.calls == []
 
 
 @pytest.mark.parametrize("mode", ["copy", "wrapped", "unseen"])
@@ -471,28 +435,6 @@ def test_an_executor_on_a_publishing_bridge_leaves_its_updates_to_other_readers(
     assert [r.state for r in trainer.holders(first.update_id) if r.worker == "trainer"] == [
         "released"
     ]
-
-
-class Least:
-    """All that an executor needs of a bridge."""
-
-    def import_update(self, manifest: object) -> Mapping[str, torch.Tensor]:
-        return {}
-
-    def acknowledge(self, update_id: str) -> None:
-        pass
-
-    def reject(self, update_id: str, reason: str) -> None:
-        pass
-
-    def release(self, update_id: str) -> None:
-        pass
-
-
-def test_a_bridge_is_whatever_has_its_verbs(consumer: TensorBridge) -> None:
-    least = Least()
-    assert RolloutExecutor(weight_bridge=least).bridge is least
-    assert RolloutExecutor(weight_bridge=consumer).bridge is consumer
 
 
 @pytest.mark.parametrize(

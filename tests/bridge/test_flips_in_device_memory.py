@@ -338,16 +338,6 @@ def test_a_bridge_that_closes_while_a_graph_is_captured_keeps_its_lease_until_th
     assert not leases.is_held(fd)
 
 
-def test_a_publisher_closes_although_its_device_is_lost(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig.trainer.publish({"w": torch.ones(5)}, weight_version=1)
-    with monkeypatch.context() as patch:
-        Refusing(patch, "fence", *range(1, 100))
-        rig.trainer.close()
-    assert rig.trainer.published_nbytes == 0
-
-
 def test_an_import_in_the_middle_of_a_drain_keeps_its_lease(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

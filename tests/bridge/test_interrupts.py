@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -111,128 +111,113 @@ def prepared(rig: Rig) -> None:
 CONSUMER, PUBLISHER = Role.CONSUMER, Role.PUBLISHER
 
 
-# Name of the verb -> what comes before it, the call, the step that is struck, what holds behind it,
-# and the version of the engine then.
-CASES: dict[
-    str,
-    tuple[
-        Callable[[Rig], object],
-        Callable[[Rig], object],
-        tuple[Role, Event],
-        Callable[[Rig], bool],
-        int,
-    ],
-] = {
-    "publish": (
-        lambda _: None,
+class Case(NamedTuple):
+    """A verb: its call, the step that is struck, what holds then, and what comes before it."""
+
+    call: Callable[[Rig], object]
+    struck: tuple[Role, Event]
+    holds: Callable[[Rig], bool]
+    before: Callable[[Rig], object] = lambda _: None
+    version: int = 1
+    """Of the engine, in the end."""
+
+
+def told(rig: Rig, manifest: WeightUpdateManifest) -> list[str]:
+    return [report.state for report in rig.trainer.holders(manifest)]
+
+
+CASES = {
+    "publish": Case(
         lambda rig: publish(rig.trainer, 3),
         (PUBLISHER, Event.PUBLISH),
         lambda rig: rig.trainer.latest_manifest.weight_version == 3,  # type: ignore[union-attr]
-        1,
     ),
-    "import_update": (
-        lambda _: None,
+    "import_update": Case(
         lambda rig: rig.bridge.import_update(rig.second),
         (CONSUMER, Event.IMPORT),
         lambda rig: rig.state(rig.second) is State.VERIFIED,
-        1,
     ),
-    "acknowledge": (
-        lambda rig: (rig.executor.release_weights(), rig.bridge.import_update(rig.first)),
+    "acknowledge": Case(
         lambda rig: rig.bridge.acknowledge(rig.first),
         (CONSUMER, Event.ACKNOWLEDGE),
-        lambda rig: [r.state for r in rig.trainer.holders(rig.first)] == ["acknowledged"],
-        1,
+        lambda rig: told(rig, rig.first) == ["acknowledged"],
+        before=lambda rig: (rig.executor.release_weights(), rig.bridge.import_update(rig.first)),
     ),
-    "reject": (
-        lambda rig: rig.bridge.import_update(rig.second),
+    "reject": Case(
         lambda rig: rig.bridge.reject(rig.second, "no"),
         (CONSUMER, Event.REJECT),
-        lambda rig: [r.state for r in rig.trainer.holders(rig.second)] == ["rejected"],
-        1,
+        lambda rig: told(rig, rig.second) == ["rejected"],
+        before=lambda rig: rig.bridge.import_update(rig.second),
     ),
-    "release": (
-        lambda _: None,
+    "release": Case(
         lambda rig: rig.trainer.release(rig.first),
         (PUBLISHER, Event.RELEASE),
         lambda rig: rig.trainer.update_state(rig.first) is State.RELEASED,
-        1,
     ),
-    "release_imported": (
-        lambda rig: rig.bridge.import_update(rig.second),
+    "release_imported": Case(
         lambda rig: rig.bridge.release_imported(rig.second),
         (CONSUMER, Event.RELEASE),
         lambda rig: not any(r.tensors_held for r in rig.trainer.holders(rig.second)),
-        1,
+        before=lambda rig: rig.bridge.import_update(rig.second),
     ),
-    "update_weights": (
-        lambda _: None,
+    "update_weights": Case(
         lambda rig: rig.executor.update_weights(rig.second),
         (CONSUMER, Event.INSTALL),
         lambda rig: rig.state(rig.first) is State.RELEASED,
-        2,
+        version=2,
     ),
-    "recover": (
-        torn,
+    "recover": Case(
         lambda rig: rig.executor.recover(),
         (CONSUMER, Event.UNDO),
         lambda rig: rig.state(rig.second) is State.REJECTED,
-        1,
+        before=torn,
     ),
-    "release_weights": (
-        lambda _: None,
+    "release_weights": Case(
         lambda rig: rig.executor.release_weights(),
         (CONSUMER, Event.RELEASE),
         lambda rig: rig.executor.active_weight_update_id is None,
-        1,
     ),
-    "release_weight_update": (
-        lambda _: None,
+    "release_weight_update": Case(
         lambda rig: rig.executor.release_weight_update(rig.first),
         (CONSUMER, Event.RELEASE),
         lambda rig: rig.state(rig.first) is State.RELEASED,
-        1,
     ),
-    "import_weights": (
-        lambda _: None,
+    "import_weights": Case(
         lambda rig: rig.executor.import_weights(rig.second),
         (CONSUMER, Event.IMPORT),
         lambda rig: rig.executor.pending_weight_update_id == rig.second.update_id,
-        1,
     ),
-    "prepare_weights": (
-        lambda rig: rig.executor.import_weights(rig.second),
+    "prepare_weights": Case(
         lambda rig: rig.executor.prepare_weights(rig.second),
         (CONSUMER, Event.STAGE),
         lambda rig: rig.state(rig.second) is State.STAGED,
-        1,
+        before=lambda rig: rig.executor.import_weights(rig.second),
     ),
-    "commit_weights": (
-        prepared,
+    "commit_weights": Case(
         lambda rig: rig.executor.commit_weights(rig.second),
         (CONSUMER, Event.INSTALL),
         lambda rig: rig.state(rig.second) is State.ACKNOWLEDGED,
-        2,
+        before=prepared,
+        version=2,
     ),
-    "abort_weights": (
-        prepared,
+    "abort_weights": Case(
         lambda rig: rig.executor.abort_weights(rig.second, "no"),
         (CONSUMER, Event.REJECT),
         lambda rig: rig.state(rig.second) is State.REJECTED,
-        1,
+        before=prepared,
     ),
 }
 
 
 @pytest.mark.parametrize("verb", CASES)
 def test_a_call_ends_before_its_interrupt_is_raised(verb: str, rig: Rig) -> None:
-    before, call, step, holds, version = CASES[verb]
-    before(rig)
-    rig.observer.at = step
+    case = CASES[verb]
+    case.before(rig)
+    rig.observer.at = case.struck
     with pytest.raises(KeyboardInterrupt):
-        call(rig)
-    assert holds(rig)
-    rig.check(version)
+        case.call(rig)
+    assert case.holds(rig)
+    rig.check(case.version)
 
 
 @pytest.mark.parametrize("end", ["executor", "bridge", "trainer"])
@@ -298,7 +283,7 @@ def test_a_second_interrupt_during_the_install_leaves_a_torn_engine(
     with pytest.raises(TornEngine, match="KeyboardInterrupt stopped its install"):
         rig.executor.check_servable()
     assert rig.state(rig.second) is State.TORN
-    assert [report.state for report in rig.trainer.holders(rig.second)] == ["torn"]
+    assert told(rig, rig.second) == ["torn"]
     if way_out == "recover":
         rig.executor.recover()
         assert rig.state(rig.second) is State.REJECTED
@@ -389,9 +374,6 @@ def test_a_thread_that_is_not_the_main_one_defers_nothing() -> None:
     thread.start()
     thread.join(30)
     assert found == [signal.default_int_handler]
-
-
-# ---- from outside, at any moment -----------------------------------------------------------------
 
 
 def test_an_update_that_is_given_up_is_unknown_to_its_next_step(rig: Rig) -> None:

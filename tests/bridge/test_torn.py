@@ -55,15 +55,6 @@ def test_a_failed_undo_is_torn_and_says_both_reasons_and_the_ways_out(
         executor.check_servable()
 
 
-def test_the_publisher_sees_that_an_engine_is_torn(
-    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
-) -> None:
-    manifest = tear(publisher, executor, adapter, 1)
-    (report,) = publisher.holders(manifest.update_id)
-    assert report.state == "torn"
-    assert "out of memory" in str(report.reason)
-
-
 @pytest.mark.parametrize("has_version", [False, True], ids=["first", "later"])
 def test_recovering_completes_the_undo(
     has_version: bool, publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
@@ -178,15 +169,6 @@ def test_a_torn_engine_refuses_the_version_before_and_names_recover(
     assert adapter.calls == []
     assert executor.is_torn
     assert bridge_of(executor).update_status(first.update_id) == "acknowledged"
-
-
-def test_recovering_what_is_not_torn_does_nothing(
-    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
-) -> None:
-    executor.update_weights(publish(publisher, 1))
-    adapter.calls.clear()
-    executor.recover()
-    assert adapter.calls == []
 
 
 def test_a_system_exit_in_an_undo_is_raised_and_leaves_a_torn_engine(

@@ -47,14 +47,6 @@ def test_freezing_and_thawing_keeps_the_text(value: object) -> None:
     assert canonical_json(thaw(freeze(value))) == canonical_json(value)
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.dictionaries(TEXT, st.integers(), max_size=6), st.randoms())
-def test_insertion_order_does_not_show(value: dict[str, int], random: Any) -> None:
-    items = list(value.items())
-    random.shuffle(items)
-    assert canonical_json(dict(items)) == canonical_json(value)
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [

@@ -142,20 +142,6 @@ def test_a_layout_is_immutable() -> None:
             column.flags.writeable = True
 
 
-def test_the_lists_that_a_layout_was_made_of_are_not_its_own() -> None:
-    document = make_table(ties={"head": "weight"}).document()
-    lists: dict[str, Any] = {
-        key: list(value) if isinstance(value, tuple) else value for key, value in document.items()
-    }
-    lists["shapes"] = [list(shape) for shape in lists["shapes"]]
-    table = TensorTable(**lists)
-    before = table.text
-    lists["names"][0] = "other"
-    lists["shapes"][0][0] = 9
-    lists["ties"]["more"] = "bias"
-    assert TensorTable(**table.document()).text == table.text == before
-
-
 # ---- damage -------------------------------------------------------------------------------------
 
 # Two tensors: bias float32[5] at 0 (20 bytes), weight bfloat16[3, 5] at 256 (30 bytes).

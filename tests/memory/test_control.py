@@ -26,8 +26,7 @@ from rl_bridge.memory.control import (
     legible,
 )
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef
-from rl_bridge.testing.processes import Child, until
-from tests.helpers import forked, forking, open_fds
+from tests.helpers import open_fds
 
 PUBLISHER = "b" * 32
 
@@ -68,12 +67,6 @@ def only(reader: ControlReader) -> Record:
 # ---- reports ------------------------------------------------------------------------------------
 
 
-def test_a_consumer_is_seen_as_soon_as_it_is_there(reader: ControlReader) -> None:
-    writer = writer_of(reader.segment.ref, "größe", 2)
-    assert only(reader) == Record(worker="größe", rank=2, pid=os.getpid(), presence="alive")
-    writer.close()
-
-
 def test_a_report_arrives_as_it_was_written(reader: ControlReader, writer: ControlWriter) -> None:
     report = update(
         state="acknowledged",
@@ -85,18 +78,6 @@ def test_a_report_arrives_as_it_was_written(reader: ControlReader, writer: Contr
     writer.report(report)
     assert only(reader).updates == (report,)
     writer.close()
-
-
-def test_a_later_report_of_the_same_update_replaces_the_earlier_one(
-    reader: ControlReader, writer: ControlWriter
-) -> None:
-    writer.report(update(1))
-    writer.report(update(2))
-    writer.report(update(1, state="released"))
-    assert [(r.weight_version, r.state) for r in only(reader).updates] == [
-        (2, "imported"),
-        (1, "released"),
-    ]
 
 
 def test_the_last_updates_are_kept_and_older_ones_make_room(
@@ -151,36 +132,6 @@ def test_a_record_that_is_written_while_it_is_read_is_not_taken_for_damage(
 # ---- presence -----------------------------------------------------------------------------------
 
 
-class Remote:
-    """A consumer in a process of its own that has reported one update."""
-
-    def __init__(self, ref: SegmentRef, worker: str) -> None:
-        self.writer = writer_of(ref, worker)
-        self.writer.report(update(7))
-
-
-def test_a_consumer_that_closed_or_was_killed_is_gone_with_its_reports_kept(
-    reader: ControlReader,
-) -> None:
-    writer = writer_of(reader.segment.ref, "closed")
-    writer.report(update(5))
-    with Child(Remote, ref=reader.segment.ref, worker="killed") as child:
-        child.ready()
-        assert [(r.worker, r.presence) for r in reader.records()] == [
-            ("closed", "alive"),
-            ("killed", "alive"),
-        ]
-        pid = child.pid
-        child.kill()
-    until(lambda: reader.records()[1].presence == "gone", what="the kernel let go", deadline_s=5)
-    writer.close()
-    writer.close()
-    writer.report(update(6))
-    first, second = reader.records()
-    assert (first.presence, first.updates) == ("gone", (update(5),))
-    assert (second.pid, second.updates) == (pid, (update(7),))
-
-
 def test_a_place_that_is_free_again_is_taken_by_the_next(reader: ControlReader) -> None:
     writers = [writer_of(reader.segment.ref, name) for name in "abc"]
     before = open_fds()
@@ -220,21 +171,6 @@ def test_a_sealed_segment_cannot_be_the_way_back() -> None:
         writer_of(slot.ref)
     assert open_fds().keys() == before.keys()
     slot.close()
-
-
-@forking
-def test_a_forked_child_neither_reports_nor_releases_the_record(
-    reader: ControlReader, writer: ControlWriter
-) -> None:
-    def child() -> bool:
-        writer.report(update(9))
-        writer.close()
-        return True
-
-    assert forked(child)
-    assert only(reader) == Record(worker="rollout", rank=0, pid=os.getpid(), presence="alive")
-    writer.report(update(1))
-    assert only(reader).updates == (update(1),)
 
 
 def test_a_control_file_that_was_cut_off_is_an_error_and_no_signal(

@@ -76,40 +76,6 @@ def test_addresses_stay_while_versions_change(versions: Versions, live: LiveRang
     assert live.nbytes == SIZE
 
 
-def test_flipping_back_is_the_undo_and_brings_private_writes_along(
-    versions: Versions, live: LiveRange
-) -> None:
-    old, new = versions.pin(1), versions.pin(2)
-    live.flip(old)
-    engine = engine_of(live)
-    engine[5] = 77  # the engine's own write to the old version
-    live.flip(new)
-    assert set(engine.tolist()) == {2}
-    assert live.flip(old) is new
-    assert engine[5] == 77
-    assert set(engine[6:].tolist()) == {1}
-
-
-def test_what_is_not_live_can_be_read_at_its_own_address(
-    versions: Versions, live: LiveRange
-) -> None:
-    old, new = versions.pin(1), versions.pin(2)
-    live.flip(old)
-    live.flip(new)
-    assert read(old) == {1}
-    assert shown(live) == {2}
-
-
-def test_the_range_says_which_segment_it_shows(versions: Versions, live: LiveRange) -> None:
-    old, new = versions.pin(1), versions.pin(2)
-    live.flip(old)
-    assert live.shows(old)
-    assert not live.shows(new)
-    live.flip(new)
-    assert live.shows(new)
-    assert not live.shows(old)
-
-
 def test_a_range_with_a_foreign_page_in_it_does_not_show_the_segment(
     versions: Versions, live: LiveRange
 ) -> None:
@@ -147,15 +113,6 @@ def test_a_kernel_that_cannot_be_asked_what_is_shown_is_a_failure_of_ours(
         live.shows(pin)
 
 
-def test_the_live_version_is_leased_and_the_one_before_is_not(
-    versions: Versions, live: LiveRange
-) -> None:
-    live.flip(versions.pin(1))
-    live.flip(versions.pin(2))
-    assert not leases.is_held(versions.slots[1].segment.fd)
-    assert leases.is_held(versions.slots[2].segment.fd)
-
-
 def test_the_lease_ends_when_range_and_engine_are_gone(versions: Versions) -> None:
     live = LiveRange(SIZE)
     live.flip(versions.pin(1))
@@ -168,17 +125,6 @@ def test_the_lease_ends_when_range_and_engine_are_gone(versions: Versions) -> No
     del engine
     assert not leases.is_held(versions.slots[1].segment.fd)
     assert vm.mapped_file(address) is None
-
-
-def test_an_emptied_range_holds_nothing(versions: Versions, live: LiveRange) -> None:
-    pin = versions.pin(1)
-    live.flip(pin)
-    live.empty()
-    assert live.content is None
-    assert read(pin) == {1}
-    live.empty()
-    assert live.flip(pin) is None
-    assert shown(live) == {1}
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -203,23 +203,6 @@ def test_a_fork_waits_for_a_lock_whose_holder_collects(tmp_path: Path, ring: Slo
     Journal(tmp_path).close()
 
 
-def test_a_descriptor_that_is_closed_while_another_thread_forks_is_closed_behind_that() -> None:
-    fd = open_fd(os.memfd_create, "rl_bridge-test")
-    closed = threading.Event()
-
-    def close() -> None:
-        close_fd(fd)
-        closed.set()
-
-    thread = threading.Thread(target=close)
-    with no_fork():
-        thread.start()
-        assert closed.wait(LONG_S), "it waits for nothing"
-        os.fstat(fd)
-    thread.join(LONG_S)
-    assert fd not in open_fds()
-
-
 def test_a_ctrl_c_while_a_finalizer_closes_leaves_the_lock_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

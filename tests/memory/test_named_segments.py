@@ -12,7 +12,6 @@ from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
 from rl_bridge.memory.control import RECORD_NBYTES
 from rl_bridge.memory.segment import OwnedSegment, open_segment, still_there, sweep
-from rl_bridge.processes import close_fd
 from rl_bridge.testing.processes import Child, until
 from tests.helpers import open_fds
 
@@ -40,17 +39,6 @@ def test_a_named_segment_is_a_private_file_that_goes_with_its_owner(
     assert not path.exists()
     assert not still_there(segment.ref, directory=tmp_path)
     assert not still_there(segment.ref)
-
-
-def test_it_is_opened_by_name_in_the_directory_that_both_know(
-    segment: OwnedSegment, tmp_path: Path
-) -> None:
-    vm.store(segment.address, b"bytes")
-    fd = open_segment(segment.ref, directory=tmp_path)
-    assert os.pread(fd, 5, 0) == b"bytes"
-    close_fd(fd)
-    with pytest.raises(SegmentError, match="Give this side the same directory="):
-        open_segment(segment.ref)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rl_bridge.errors import IncompatibleUpdate, UnknownDtype, WeightBridgeUnavailableError
+from rl_bridge.errors import UnknownDtype, WeightBridgeUnavailableError
 from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.memory import vm
 from rl_bridge.memory.packing import PackPlan
@@ -35,22 +33,6 @@ def pack(tensors: State, plan: PackPlan | None = None) -> tuple[PackPlan, dict[s
     return plan, found
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_any_strided_view_travels_as_its_logical_bytes(data: st.DataObject) -> None:
-    whole = torch.arange(6 * 7 * 5, dtype=torch.int32).view(6, 7, 5)
-    view = whole.permute(data.draw(st.permutations(range(3))))
-    for dim in range(3):
-        length = view.shape[dim]
-        start = data.draw(st.integers(0, length))
-        stop = data.draw(st.integers(start, length))
-        index: list[slice] = [slice(None)] * 3
-        index[dim] = slice(start, stop, data.draw(st.integers(1, 3)))
-        view = view[tuple(index)]
-    _, found = pack({"t": view})
-    assert found["t"] == bytes_of(view)
-
-
 def test_parameters_travel_like_tensors() -> None:
     class Tagged(torch.nn.Parameter):
         """A plain subclass."""
@@ -62,22 +44,7 @@ def test_parameters_travel_like_tensors() -> None:
     assert tagged.requires_grad
 
 
-def test_the_bytes_of_nan_and_negative_zero_are_not_touched() -> None:
-    raw = torch.tensor([0x7F800001, 0x7FC00123, -0x80000000, -1], dtype=torch.int32)
-    tensor = raw.view(torch.float32)
-    _, found = pack({"dense": tensor, "strided": tensor.view(2, 2).t()})
-    assert found["dense"] == bytes_of(raw)
-    assert found["strided"] == bytes_of(raw.view(2, 2).t())
-
-
 # ---- ties ---------------------------------------------------------------------------------------
-
-
-def test_tied_tensors_travel_once_under_their_first_name() -> None:
-    weight = torch.randn(3, 4)
-    plan, found = pack({"z": weight, "head": weight.view(3, 4), "other": weight.clone()})
-    assert dict(plan.table.ties) == {"z": "head"}
-    assert set(found) == {"head", "other"}
 
 
 def test_three_views_of_one_address_are_tied_in_pairs() -> None:
@@ -101,16 +68,6 @@ class _Hijacked(torch.Tensor):
 
 
 REFUSED: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
-    "sparse": (
-        lambda: torch.eye(3).to_sparse(),
-        WeightBridgeUnavailableError,
-        "'t' is torch.sparse_coo: use dense",
-    ),
-    "meta": (
-        lambda: torch.empty(3, device="meta"),
-        WeightBridgeUnavailableError,
-        "'t' is on meta and has no bytes: materialise it first",
-    ),
     "lazy-module": (
         lambda: torch.nn.LazyLinear(3).weight,
         WeightBridgeUnavailableError,
@@ -138,11 +95,6 @@ def test_what_cannot_travel_as_cpu_bytes_is_refused_by_name(case: str) -> None:
         PackPlan({"t": make()})
 
 
-def test_declaring_an_unknown_trainable_name_is_refused() -> None:
-    with pytest.raises(IncompatibleUpdate, match=r"does not hold: \['x'\]"):
-        PackPlan({"t": torch.randn(3)}, frozenset({"t", "x"}))
-
-
 def test_a_tied_trainable_name_flags_what_is_stored() -> None:
     weight = torch.randn(3)
     plan = PackPlan({"a": weight, "b": weight, "c": torch.randn(2)}, frozenset({"b"}))
@@ -151,16 +103,6 @@ def test_a_tied_trainable_name_flags_what_is_stored() -> None:
 
 
 # ---- reuse of a plan ----------------------------------------------------------------------------
-
-
-def test_a_plan_takes_the_same_tensors_with_new_values() -> None:
-    tensors = {"a": torch.randn(8), "b": torch.randn(4, 4).t()}
-    plan, _ = pack(tensors)
-    for tensor in tensors.values():
-        tensor.mul_(3)
-    assert plan.fits(tensors, None)
-    _, found = pack(tensors, plan)
-    assert found == {name: bytes_of(tensor) for name, tensor in tensors.items()}
 
 
 WEIGHT = torch.randn(4, 4)
@@ -184,13 +126,8 @@ CHANGES: dict[str, tuple[State, State]] = {
 }
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_plan_does_not_fit_anything_else(
-    change: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not is_compiled:
-        monkeypatch.setattr("rl_bridge.memory.passes.NATIVE", None)
+def test_a_plan_does_not_fit_anything_else(change: str) -> None:
     before, after = CHANGES[change]
     plan = PackPlan(before)
     assert plan.fits(before, None)

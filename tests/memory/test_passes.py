@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,8 @@ def test_every_pass_equals_the_reference(
 
 
 @compiled
-@pytest.mark.parametrize("threads", [1, 2, 3, 4, 9, None])
-@pytest.mark.parametrize("target_shift", [0, 16, 8, 1])
+@pytest.mark.parametrize("threads", [1, 3, 9, None])
+@pytest.mark.parametrize("target_shift", [0, 16, 1])
 def test_large_passes_stream_on_threads_and_equal_the_reference(
     threads: int | None, target_shift: int
 ) -> None:
@@ -100,7 +101,7 @@ def test_large_passes_stream_on_threads_and_equal_the_reference(
 
 
 @compiled
-@pytest.mark.parametrize("shift", [0, 16, 32, 48, 64])
+@pytest.mark.parametrize("shift", [0, 16, 48])
 def test_a_streamed_copy_has_every_byte_whatever_is_left_at_its_end(shift: int) -> None:
     ends = (4096, LEAF_NBYTES - 64, LEAF_NBYTES + 4096, 3 * LEAF_NBYTES - 64)
     tails = (0, 1, 15, 16, 17, 31, 33, 48, 63)
@@ -113,16 +114,6 @@ def test_a_streamed_copy_has_every_byte_whatever_is_left_at_its_end(shift: int) 
     assert target.holds(source)
 
 
-@compiled
-def test_forty_thousand_small_tensors_equal_the_reference() -> None:
-    sizes = [(index * 7) % 300 for index in range(40_000)]
-    data = np.arange(400, dtype=np.uint8)
-    addresses = np.full(len(sizes), data.ctypes.data, np.uint64)
-    found = BytePlan(np.array(sizes, np.uint64)).digest(addresses, num_threads=2)
-    known = {size: digest_bytes(data[:size].tobytes()) for size in range(300)}
-    assert found == b"".join(known[size] for size in sizes)
-
-
 @pytest.mark.parametrize("native", [True, False])
 def test_a_tensor_whose_addresses_are_equal_is_digested_only(native: bool) -> None:
     source, other = Buffers([3000, 5000]), Buffers([3000, 5000], fill=False)
@@ -131,10 +122,6 @@ def test_a_tensor_whose_addresses_are_equal_is_digested_only(native: bool) -> No
     assert plan.copy_digest(source.addresses, targets) == source.digests()
     assert (other.views[0] == 0xA5).all()
     assert np.array_equal(other.views[1], source.views[1])
-
-
-def test_no_tensors_are_fine() -> None:
-    assert BytePlan(np.array([], np.uint64)).digest(np.array([], np.uint64)) == b""
 
 
 def test_a_copy_of_a_plan_does_without_the_first_one() -> None:
@@ -272,8 +259,8 @@ def test_a_helper_that_begins_after_the_pass_is_over_does_nothing(
     kept: list[Callable[[], object]] = []
 
     class Pool:
-        def submit(self, work: Callable[[], object]) -> None:
-            kept.append(work)
+        def submit(self, work: Callable[..., object], *arguments: object) -> None:
+            kept.append(partial(work, *arguments))
             msg = "can't start new thread"
             raise RuntimeError(msg)
 
@@ -289,7 +276,7 @@ def test_a_helper_that_begins_after_the_pass_is_over_does_nothing(
 
 def test_a_pass_without_any_helper_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pool:
-        def submit(self, work: Callable[[], object]) -> None:
+        def submit(self, *_: object) -> None:
             msg = "cannot schedule new futures after shutdown"
             raise RuntimeError(msg)
 

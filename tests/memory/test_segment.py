@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.errors import SegmentError, WeightBridgeError, WeightBridgeUnavailableError
@@ -24,11 +23,10 @@ from rl_bridge.memory.segment import (
     SegmentRef,
     open_segment,
     process_start_time,
-    still_there,
 )
 from rl_bridge.processes import close_fd
 from rl_bridge.testing.processes import Child
-from tests.helpers import forked, forking, open_fds
+from tests.helpers import open_fds
 
 
 @pytest.fixture
@@ -49,9 +47,6 @@ class Stranger:
 
     def attack(self, ref: dict[str, Any]) -> dict[str, str]:
         return _attack(SegmentRef(**ref))
-
-    def start_time(self, pid: int) -> int | None:
-        return process_start_time(pid)
 
 
 def ref_to(fd: int, nbytes: int = vm.PAGE) -> SegmentRef:
@@ -82,23 +77,6 @@ def refused(ref: SegmentRef, said: str, **options: Any) -> None:
 # ---- what a segment is --------------------------------------------------------------------------
 
 
-def test_a_segment_is_zero_whole_pages_and_says_where_it_is() -> None:
-    segment = OwnedSegment.make("rl_bridge-test", 1)
-    assert segment.nbytes == vm.PAGE
-    assert ctypes.string_at(segment.address, vm.PAGE) == bytes(vm.PAGE)
-    status = os.fstat(segment.fd)
-    assert segment.ref == SegmentRef(
-        kind="memfd",
-        device=status.st_dev,
-        inode=status.st_ino,
-        nbytes=vm.PAGE,
-        pid=os.getpid(),
-        start_time=process_start_time(os.getpid()) or -1,
-        fd=segment.fd,
-    )
-    segment.close()
-
-
 def test_a_segment_that_cannot_be_made_says_so_and_leaves_nothing() -> None:
     before = open_fds()
     with pytest.raises(SegmentError, match=r"shared memory 'big' needs .*Free memory"):
@@ -118,26 +96,6 @@ def test_this_processs_own_shortage_is_told_from_a_segment_that_is_gone(
         with pytest.raises(WeightBridgeUnavailableError, match="Free some and try again"):
             open_segment(segment.ref)
     close_fd(open_segment(segment.ref))
-
-
-def test_closing_gives_mapping_and_descriptor_back(segment: OwnedSegment) -> None:
-    fd = segment.fd
-    assert still_there(segment.ref)
-    segment.close()
-    segment.close()
-    assert fd not in open_fds()
-    assert vm.mapped_file(segment.address) is None
-    assert not still_there(segment.ref)
-
-
-def test_a_reference_holds_counts_and_a_known_kind_only(segment: OwnedSegment) -> None:
-    fields = segment.ref.model_dump()
-    wrong: list[dict[str, Any]] = [{"kind": "posix"}, {"extra": 1}]
-    for field in ("device", "inode", "nbytes", "pid", "start_time", "fd"):
-        wrong += [{field: value} for value in (-1, 2**63, 1.0, True, "1", None)]
-    for change in wrong:
-        with pytest.raises(ValidationError, match=next(iter(change))):
-            SegmentRef(**{**fields, **change})
 
 
 # ---- seals --------------------------------------------------------------------------------------
@@ -247,37 +205,12 @@ def test_an_unsealed_memfd_or_a_plain_file_is_refused(tmp_path: Path) -> None:
 # ---- processes ----------------------------------------------------------------------------------
 
 
-def test_the_start_time_names_this_process(child: Child) -> None:
-    stat = Path("/proc/self/stat").read_text("ascii", "replace")
-    told = int(stat.rpartition(")")[2].split()[19])
-    assert process_start_time(os.getpid()) == told
-    assert child.call("start_time", pid=os.getpid()) == told
-    assert process_start_time(child.pid) == child.call("start_time", pid=child.pid)
-    assert process_start_time(2**31) is None
-
-
 def test_a_command_name_with_brackets_does_not_confuse_the_start_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     line = "7 (a) b ) c) S " + " ".join(str(field) for field in range(4, 53))
     monkeypatch.setattr(Path, "read_text", lambda *_: line)
     assert process_start_time(7) == 22
-
-
-@forking
-def test_a_forked_child_has_neither_mapping_nor_descriptor(segment: OwnedSegment) -> None:
-    fd = open_segment(segment.ref)
-
-    def is_clean() -> bool:
-        gone = open_fds()
-        close_fd(fd)  # what the parent's finalizers would do here
-        segment.close()
-        return fd not in gone and segment.fd not in gone and not vm.mapped_file(segment.address)
-
-    assert forked(is_clean)
-    assert still_there(segment.ref)
-    assert os.pread(fd, 1, 0) == b"\0"
-    close_fd(fd)
 
 
 # ---- what cannot be made, and what may not be opened --------------------------------------------

@@ -44,6 +44,9 @@ class Confined:
     def __init__(self) -> None:
         torch.zeros(10).add_(1)
         self.bridge = make_weight_bridge("shared-memory", source_worker="confined")
+
+    def confine(self) -> None:
+        """Set the limit."""
         resource.setrlimit(resource.RLIMIT_AS, (mapped_nbytes() + LARGE // 2, -1))
 
     def free(self) -> None:
@@ -88,10 +91,17 @@ class Confined:
         return ["it worked", 0, True]
 
 
-@pytest.fixture
-def confined() -> Iterator[Child]:
+@pytest.fixture(scope="module")
+def process() -> Iterator[Child]:
     with Child(Confined) as child:
         yield child.ready()
+
+
+@pytest.fixture
+def confined(process: Child) -> Iterator[Child]:
+    process.call("confine")
+    yield process
+    process.call("free")
 
 
 def test_an_update_that_found_no_room_is_imported_when_there_is_room(confined: Child) -> None:

@@ -1,6 +1,5 @@
 """The ring of slots: reuse, growth by one for each laggard, a limit that names the holders."""
 
-import ctypes
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,13 +56,6 @@ def test_a_stamp_says_which_update_a_slot_holds(make_ring: MakeRing) -> None:
     assert stamp_of(slot) == Stamp("0" * 32, 2, 0)
 
 
-def test_a_stamp_lies_behind_the_arena(make_ring: MakeRing) -> None:
-    slot = write(make_ring(), 1, nbytes=vm.PAGE + 1)
-    assert slot.capacity == 2 * vm.PAGE
-    assert slot.segment.nbytes == 3 * vm.PAGE
-    assert os.pread(slot.segment.fd, 8, slot.capacity) == b"rl_brdg2"
-
-
 def test_a_stamp_of_the_form_that_had_no_header_is_refused(make_ring: MakeRing) -> None:
     slot = write(make_ring(), 1)
     vm.store(slot.segment.address + slot.capacity, b"rl_brdg1")
@@ -80,29 +72,6 @@ def test_a_segment_without_a_stamp_is_no_slot() -> None:
 
 
 # ---- reuse --------------------------------------------------------------------------------------
-
-
-def test_serial_updates_need_two_slots(make_ring: MakeRing) -> None:
-    ring = make_ring(limit=2)
-    slots = [write(ring, 0)]
-    for number in range(1, 30):
-        slots.append(write(ring, number))  # the new one is there before the old one goes
-        ring.release(uid(number - 1))
-    assert len(ring) == 2
-    assert len({id(slot) for slot in slots}) == 2
-    assert ring.nbytes == 2 * (SIZE + vm.PAGE)
-
-
-def test_nobody_reads_a_slot_that_is_being_written(make_ring: MakeRing) -> None:
-    ring = make_ring()
-    slot = write(ring, 1)
-    fd = open_segment(slot.segment.ref)
-    ring.release(uid(1))
-    assert ring.acquire(SIZE) is slot
-    assert not leases.try_shared(fd)
-    ring.publish(slot, uid(2), SIZE)
-    assert leases.try_shared(fd)
-    close_fd(fd)
 
 
 def test_an_abandoned_slot_holds_nothing_and_is_used_again(make_ring: MakeRing) -> None:
@@ -147,21 +116,6 @@ def test_a_smaller_update_reuses_a_slot_unless_that_is_more_than_twice_as_large(
     ring.release(uid(1))
     assert write(ring, 2, nbytes=pages * vm.PAGE).capacity == capacity * vm.PAGE
     assert len(ring) == 1
-
-
-def test_a_slot_of_the_wrong_size_that_is_read_stays(make_ring: MakeRing) -> None:
-    ring = make_ring()
-    small = write(ring, 1, nbytes=vm.PAGE)
-    lease = read_lease(small)
-    ring.release(uid(1))
-    write(ring, 2, nbytes=40 * vm.PAGE)
-    assert ctypes.string_at(small.address, vm.PAGE) == bytes([1]) * vm.PAGE
-    assert len(ring) == 2
-    close_fd(lease)
-
-
-def test_an_empty_arena_has_a_slot_too(make_ring: MakeRing) -> None:
-    assert write(make_ring(), 1, nbytes=0).capacity == vm.PAGE
 
 
 # ---- laggards -----------------------------------------------------------------------------------
@@ -221,17 +175,6 @@ def test_an_update_that_keeps_its_slot_names_its_readers_too(is_released: bool, 
     with pytest.raises(SlotsExhausted, match=f"{uid(1)}: {said}"):
         ring.acquire(SIZE)
     ring.close()
-
-
-def test_a_refused_acquisition_changes_nothing(make_ring: MakeRing) -> None:
-    ring = make_ring(limit=1)
-    slot = write(ring, 1)
-    before = stamp_of(slot)
-    for _ in range(3):
-        with pytest.raises(SlotsExhausted):
-            ring.acquire(SIZE)
-    assert stamp_of(slot) == before
-    assert not leases.is_held(slot.segment.fd)
 
 
 def test_a_new_slot_that_somebody_locked_first_is_refused(

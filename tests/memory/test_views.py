@@ -25,28 +25,12 @@ from tests.memory.slots_rig import SIZE, pin_of, tensor_of, uid, view_of, write
 # ---- tensors ------------------------------------------------------------------------------------
 
 
-def test_a_tensor_aliases_the_published_pages(ring: SlotRing) -> None:
-    slot = write(ring, 5)
-    view = view_of(slot)
-    tensor = tensor_of(pin_of(view, 5), 100, vm.PAGE)
-    assert tensor.data_ptr() == view.address + vm.PAGE
-    assert tensor.tolist() == [5] * 100
-    vm.store(slot.address + vm.PAGE, b"\7")
-    assert tensor[0] == 7, "no copy was made"
-
-
 def test_each_tensor_has_a_storage_of_its_own_size(ring: SlotRing) -> None:
     pin = pin_of(view_of(write(ring, 5)), 5)
     tensor = tensor_in(pin, 256, 24, "float32", (2, 3))
     assert (tensor.dtype, tuple(tensor.shape)) == (torch.float32, (2, 3))
     assert tensor.untyped_storage().nbytes() == 24
     assert tensor.storage_offset() == 0
-
-
-def test_an_empty_tensor_needs_no_memory() -> None:
-    pin = anonymous_pin(10)
-    tensor = tensor_in(pin, 0, 0, "bfloat16", (0, 3))
-    assert (tensor.dtype, tuple(tensor.shape)) == (torch.bfloat16, (0, 3))
 
 
 def test_with_the_garbage_collector_switched_off_nothing_grows() -> None:
@@ -60,21 +44,6 @@ def test_with_the_garbage_collector_switched_off_nothing_grows() -> None:
         assert len(ctypes.Array.__subclasses__()) == before
     finally:
         gc.enable()
-
-
-def test_anonymous_memory_lives_as_long_as_a_tensor_of_it() -> None:
-    pin = anonymous_pin(5)
-    address = pin.address
-    assert pin.nbytes == vm.PAGE
-    assert pin.view is None
-    tensor = tensor_of(pin, 5)
-    del pin
-    gc.collect()
-    tensor.fill_(3)
-    assert tensor.tolist() == [3] * 5
-    del tensor
-    with pytest.raises(OSError, match="DONTNEED"):
-        vm.drop_pages(address, vm.PAGE)
 
 
 def test_an_imported_mapping_makes_tensors_when_they_are_asked_for() -> None:
@@ -125,17 +94,6 @@ def test_a_lease_lasts_until_the_last_tensor_dies(ring: SlotRing) -> None:
     del part
     assert not is_leased(slot)
     assert [*pinned, view.is_pinned] == [False, True, False]
-
-
-def test_two_pins_of_one_version_share_a_lease(ring: SlotRing) -> None:
-    slot = write(ring, 5)
-    view = view_of(slot)
-    one, other = pin_of(view, 5), pin_of(view, 5)
-    del one
-    assert is_leased(slot)
-    assert tensor_of(other).tolist() == [5] * SIZE
-    del other
-    assert not is_leased(slot)
 
 
 @forking
@@ -242,27 +200,6 @@ def test_the_same_update_id_of_another_write_is_stale(ring: SlotRing) -> None:
         pin_of(view, 1, generation=2)
 
 
-def test_a_slot_that_is_being_written_is_stale(ring: SlotRing) -> None:
-    slot = write(ring, 1)
-    view = view_of(slot)
-    ring.release(uid(1))
-    assert ring.acquire(SIZE) is slot
-    with pytest.raises(StaleUpdate, match=r"is being overwritten.*Import the publisher's latest"):
-        pin_of(view, 1)
-    ring.abandon(slot)
-    with pytest.raises(StaleUpdate):
-        pin_of(view, 1)
-
-
-def test_a_manifest_that_states_another_size_is_refused(ring: SlotRing) -> None:
-    slot = write(ring, 1)
-    view = view_of(slot)
-    for nbytes in (SIZE - 1, SIZE + 1, SIZE + vm.PAGE, 2**60):
-        with pytest.raises(SegmentError, match=f"holds {SIZE} bytes, the manifest says {nbytes}"):
-            view.pin(uid(1), 1, nbytes)
-    assert not is_leased(slot)
-
-
 # ---- stale private pages ------------------------------------------------------------------------
 
 
@@ -287,34 +224,6 @@ def test_where_the_kernel_cannot_tell_everything_is_refreshed(
 
 
 # ---- the cache ----------------------------------------------------------------------------------
-
-
-def test_a_segment_is_mapped_once(ring: SlotRing) -> None:
-    views = ViewCache()
-    slot = write(ring, 1)
-    first = views.get(slot.segment.ref)
-    before = open_fds()
-    assert views.get(slot.segment.ref) is first
-    assert open_fds() == before
-    assert len(views) == 1
-    views.close()
-    assert len(views) == 0
-
-
-def test_the_sweep_lets_go_of_what_the_publisher_gave_back(ring: SlotRing) -> None:
-    views = ViewCache()
-    before = open_fds()
-    slot = write(ring, 1)
-    view = views.get(slot.segment.ref)
-    tensor = tensor_of(pin_of(view, 1))
-    ring.close()
-    views.sweep()
-    assert len(views) == 1, "a tensor still needs it"
-    assert tensor.tolist() == [1] * SIZE
-    del tensor
-    views.sweep()
-    assert len(views) == 0
-    assert open_fds() == before
 
 
 def test_another_reference_to_a_known_segment_replaces_its_mapping(ring: SlotRing) -> None:

@@ -430,7 +430,7 @@ def test_a_publisher_without_descriptors_answers_while_strangers_knock(make: Mak
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     asking = threading.Thread(target=ask, daemon=True)
     try:
-        # Nobody can be accepted: the connection waits at the door, and the door stays ready.
+        # Nobody can be accepted: the connection waits in the backlog, and the listener stays ready.
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         stranger.connect((info.address, info.port))
         asking.start()

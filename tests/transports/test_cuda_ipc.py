@@ -209,18 +209,6 @@ def test_a_publisher_that_died_is_told_before_its_memory_is_touched(
     assert contents_of(held) == contents_of(sample_weights(1))
 
 
-def test_forty_updates_grow_nothing(trainer: BridgeOver, rollout: BridgeOver) -> None:
-    seen = set()
-    for version in range(1, 41):
-        manifest = publish(trainer, version)
-        assert shown(rollout, manifest) == {float(version)}
-        rollout.release(manifest.update_id)
-        trainer.release(manifest.update_id)
-        if version >= 5:
-            seen.add((host().num_plain(), len(open_fds())))
-    assert len(seen) == 1
-
-
 def test_a_slot_that_is_refused_or_cut_off_leaves_nothing(
     trainer: BridgeOver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
