@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -193,17 +193,6 @@ class Frozen(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
-
-    KIND: ClassVar[str]
-    """What messages call it."""
-    REMEDY: ClassVar[str] = RESEND
-
-    def __init__(self, /, **fields: Any) -> None:
-        """Check `fields`; a wrong one is a `MalformedManifest`, not pydantic's own error."""
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise MalformedManifest(f"{self.KIND} {field_problem(error)}. {self.REMEDY}") from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__delattr__(name)

@@ -14,7 +14,7 @@ from pydantic import InstanceOf
 from rl_bridge.errors import DigestMismatch, MalformedManifest, RanksDisagree
 from rl_bridge.manifest.canonical import RESEND, JSONValue, canonical_json
 from rl_bridge.manifest.coverage import WholeTensor
-from rl_bridge.manifest.digest import DIGEST_NBYTES, text_digest
+from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import Identifier, LayoutCache, Manifest, WeightUpdateManifest
 from rl_bridge.manifest.table import Layout, TensorTable
@@ -214,7 +214,7 @@ class GroupManifest(Manifest):
         # The roots stand for the digests, which they cover: they are long.
         digests = [part.header_digest.hex() for part in self.parts]
         text = canonical_json({**self._short_header(), "parts": digests})
-        return bytes.fromhex(text_digest(text))
+        return xxhash.xxh3_128_digest(text.encode("ascii"))
 
     @classmethod
     def _decode_fields(cls, header: dict[str, JSONValue], layout: GroupLayout) -> None:

@@ -45,8 +45,6 @@ class PartLayout(Frozen):
 
     """
 
-    KIND: ClassVar[str] = "part of a group's layout"
-
     flat: StrictStr
     local_offsets: _Numbers
     names: tuple[StrictInt, ...]

@@ -21,6 +21,7 @@ from functools import cached_property
 from operator import is_
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
+import xxhash
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -98,6 +99,8 @@ class Manifest(Frozen):
     """A manifest of either kind."""
 
     FORMAT: ClassVar[str]
+    KIND: ClassVar[str]
+    """What messages call it."""
     LAYOUT_FIELD: ClassVar[str]
     """The field that holds the layout part."""
     LAYOUT_TYPE: ClassVar[type[Layout]]
@@ -112,7 +115,7 @@ class Manifest(Frozen):
     root: StrictStr = ""
 
     def __init__(self, /, **fields: Any) -> None:
-        """Check `fields`."""
+        """Validate `fields`; a wrong type is a `MalformedManifest`, not pydantic's own error."""
         if "format" in fields:
             msg = (
                 f"these are the parts of a {self.KIND}'s JSON (format, header, layout), not its "
@@ -120,7 +123,10 @@ class Manifest(Frozen):
                 f"document with {type(self).__name__}.model_validate(document)."
             )
             raise MalformedManifest(msg)
-        super().__init__(**fields)
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise MalformedManifest(f"{self.KIND} {field_problem(error)}. {RESEND}") from error
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -422,7 +428,7 @@ class WeightUpdateManifest(Manifest):
     @cached_property
     def weight_layout(self) -> WeightLayout:
         """``metadata["layout"]`` as an object; made together with the manifest."""
-        return with_layout(self.metadata)[1]
+        return WeightLayout.from_metadata(self.metadata)
 
     def parse_handle(self, kind: type[_Handle]) -> _Handle:
         """Read the handle as its transport's own kind.
@@ -466,7 +472,7 @@ class WeightUpdateManifest(Manifest):
     def header_digest(self) -> bytes:
         """See `Manifest`."""
         # The root stands for the digests, which it covers: they are long.
-        return bytes.fromhex(text_digest(self._short_text()))
+        return xxhash.xxh3_128_digest(self._short_text().encode("ascii"))
 
     @property
     def _summary(self) -> str:

@@ -13,12 +13,12 @@ side by side) have several pieces.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import Any, Self
 
-from pydantic import StrictBool, StrictInt, StrictStr
+from pydantic import StrictBool, StrictInt, StrictStr, ValidationError
 
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
-from rl_bridge.manifest.canonical import Frozen, JSONValue, freeze
+from rl_bridge.manifest.canonical import Frozen, JSONValue, field_problem, freeze
 
 _SUPPORTED_KINDS = frozenset({"full-state", "replicated"})
 
@@ -35,8 +35,6 @@ class WeightLayout(Frozen):
 
     """
 
-    KIND: ClassVar[str] = 'weight layout (metadata["layout"])'
-
     kind: StrictStr = "full-state"
     world_size: StrictInt = 1
     rank: StrictInt = 0
@@ -47,6 +45,17 @@ class WeightLayout(Frozen):
     rdma_enabled: StrictBool = False
     pipeline_parallel_size: StrictInt = 1
     expert_parallel_size: StrictInt = 1
+
+    def __init__(self, /, **fields: Any) -> None:
+        """Check `fields`; a wrong one is a `MalformedManifest`, not pydantic's own error."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            msg = (
+                f'weight layout (metadata["layout"]) {field_problem(error)}. Its fields are '
+                f"{', '.join(type(self).model_fields)}. Leave out what has its default."
+            )
+            raise MalformedManifest(msg) from error
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, JSONValue] | None) -> Self:
@@ -129,11 +138,6 @@ class WeightLayout(Frozen):
                 f"and zero_stage={self.zero_stage} (expected 0 to 3). Pass the trainer's counts."
             )
             raise MalformedManifest(msg)
-
-
-WeightLayout.REMEDY = (
-    f"Its fields are {', '.join(WeightLayout.model_fields)}. Leave out what has its default."
-)
 
 
 def require_supported(metadata: Mapping[str, JSONValue] | None) -> None:

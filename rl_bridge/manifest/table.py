@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, StrictInt, StrictStr, model_validator
+from pydantic import BeforeValidator, StrictInt, StrictStr, ValidationError, model_validator
 
 from rl_bridge.errors import (
     DuplicateTensorName,
@@ -35,6 +35,7 @@ from rl_bridge.manifest.canonical import (
     JSONValue,
     canonical_json,
     decode_json,
+    field_problem,
     freeze,
     thaw,
 )
@@ -106,6 +107,9 @@ def collector_paused() -> Iterator[None]:
 class Layout(Frozen):
     """The layout part of a manifest, of either kind: named by the digest of its canonical text."""
 
+    KIND: ClassVar[str]
+    """What messages call it."""
+
     @abstractmethod
     def document(self) -> dict[str, JSONValue]:
         """Plain JSON form; `text` is its canonical text."""
@@ -139,7 +143,11 @@ class Layout(Frozen):
             if end != len(text) or not isinstance(document, dict):
                 msg = f"the {cls.KIND} is not canonical JSON: it was rewritten. {RESEND}"
                 raise MalformedManifest(msg)
-            layout = cls(**document)
+            try:
+                layout = cls(**document)
+            except ValidationError as error:
+                msg = f"{cls.KIND} {field_problem(error)}. {RESEND}"
+                raise MalformedManifest(msg) from error
             # Compared with what this layout writes: a loose number, another order or a default
             # that was left out would give one layout two texts.
             if layout.text != text:
