@@ -55,7 +55,7 @@ NEEDS_CUDA := rl_bridge/cuda/devices.py,rl_bridge/cuda/_kernel.py
 NEEDS_MACHINES := rl_bridge/transports/nixl/*,rl_bridge/ray/*
 
 # How `check` runs the tests: `make check TESTS=coverage` takes the floors of coverage along, which
-# takes longer. CI does that.
+# takes half as long again.
 TESTS ?= test
 
 .DEFAULT_GOAL := help

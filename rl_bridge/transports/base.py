@@ -3,8 +3,8 @@
 A transport has two ends. The publisher's end *carries*: it takes a snapshot of the tensors, digests
 it, and says in a JSON handle where it is. The consumer's end *attaches*: from that handle alone it
 makes the bytes readable here. Verifying, ordering and acknowledging are the bridge's business and
-the same for all. To add a transport: these two ends, one line in `registry`, and the conformance
-suite of `rl_bridge.testing` (see ``docs/how-to/write-a-transport.md``).
+the same for all. ``docs/how-to/write-a-transport.md`` adds a transport of a user's own, the list in
+``CONTRIBUTING.md`` one to this repository.
 """
 
 import operator
