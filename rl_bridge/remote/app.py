@@ -380,11 +380,8 @@ def create_app(
     directory = StateDirectory(state_dir)
     metrics = Metrics()
     try:
-        ledger = Ledger(directory.path)
-        nonces = NonceBook(
-            directory.path / "nonces.log", max_skew_s=config.max_skew_s, now=time.time()
-        )
-        routes = _Routes(Sidecar(executor, ledger), config, metrics)
+        nonces = NonceBook(directory, max_skew_s=config.max_skew_s, now=time.time())
+        routes = _Routes(Sidecar(executor, Ledger(directory)), config, metrics)
     except BaseException:
         directory.close()
         raise
@@ -396,8 +393,7 @@ def create_app(
             yield
         finally:
             routes.close()
-            for held in (nonces, ledger, directory):
-                held.close()
+            directory.close()
 
     app: Any = FastAPI(
         title="rl_bridge side-car",

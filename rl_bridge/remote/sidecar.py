@@ -61,18 +61,17 @@ class Sidecar:
             self._take_engine(tried)
         for entry in (in_doubt, active):
             if entry is not None and outcome.outcome != "reinstalled":
-                outcome = self._bring_back(entry, tried)
+                outcome = self._bring_back(entry.manifest, tried)
         words = "; ".join(tried) or "nothing was committed before this start"
         self._recovery = outcome.model_copy(
             update={
-                "interrupted": None if interrupted is None else interrupted.update_id,
+                "interrupted": None if interrupted is None else interrupted.manifest.update_id,
                 "interrupted_at": at if at in {"prepared", "committing"} else None,
                 "detail": words,
             }
         )
-        if interrupted is not None and executor.active_weight_update_id != interrupted.update_id:
+        if interrupted is not None:
             self._end_interrupted(interrupted)
-        ledger.tidy()
         level = logging.WARNING if interrupted or outcome.outcome == "lost" else logging.INFO
         version = executor.active_weight_version
         _LOG.log(level, "started; the engine is at version %s: %s", version, words)
@@ -230,17 +229,14 @@ class Sidecar:
         except Exception as error:  # noqa: BLE001 - told in the status, in the log by `start`
             tried.append(f"the engine could not be taken over: {describe(error)}")
 
-    def _bring_back(self, entry: Entry, tried: list[str]) -> Recovery:
-        version, executor = entry.weight_version, self.executor
+    def _bring_back(self, manifest: WeightUpdateManifest, tried: list[str]) -> Recovery:
+        version, executor = manifest.weight_version, self.executor
         try:
-            if executor.active_weight_update_id != entry.update_id:
-                manifest = self._ledger.manifest_of(entry)
+            # (Not of an engine that outlived the side-car's application, in one process.)
+            if executor.active_weight_update_id != manifest.update_id:
                 executor.update_weights(manifest)
                 self._now(manifest, "committed")
-                self._ledger.note(manifest, "committing")
-                self._ledger.note(manifest, "committed")
-            else:  # an engine that outlived the side-car's application, in one process
-                self._ledger.settle(entry, "committed")
+            self._ledger.note(manifest, "committed")
         except Exception as error:  # noqa: BLE001 - told in the status, in the log by `start`
             tried.append(f"version {version} could not be brought back: {describe(error)}")
             return Recovery(outcome="lost", weight_version=version)
@@ -248,26 +244,22 @@ class Sidecar:
         return Recovery(outcome="reinstalled", weight_version=version)
 
     def _end_interrupted(self, entry: Entry) -> None:
-        view = UpdateView(
-            update_id=entry.update_id,
-            weight_version=entry.weight_version,
-            root=entry.root,
-            stage="aborted",
-            reason=f"the side-car died when it was {entry.step}",
-        )
-        with self._lock:
-            self._known[entry.update_id] = view
-        self._ledger.settle(entry, "ended")
+        """Note the end of an update that was on its way, unless the engine has it now."""
+        if self.executor.active_weight_update_id != entry.manifest.update_id:
+            self._now(entry.manifest, "aborted", f"the side-car died when it was {entry.step}")
+            if self._ledger.pending is not None:
+                self._ledger.note(entry.manifest, "ended")
 
     def _refuse_late(self, manifest: WeightUpdateManifest) -> None:
         """Refuse a late update: the bridge does so too, but knows only what this process saw."""
         last = self._ledger.active
-        if last is None or last.publisher_id != manifest.publisher_id:
+        if last is None or last.manifest.publisher_id != manifest.publisher_id:
             return
-        if manifest.weight_version < last.weight_version:
+        if manifest.weight_version < last.manifest.weight_version:
             msg = (
                 f"version {manifest.weight_version} (update {manifest.update_id}) is late: version "
-                f"{last.weight_version} of its publisher was committed here. Publish a later one."
+                f"{last.manifest.weight_version} of its publisher was committed here. Publish a "
+                "later one."
             )
             raise StaleUpdate(msg)
 
@@ -327,7 +319,7 @@ class Sidecar:
 
     def _ended(self, manifest: WeightUpdateManifest, stage: Stage, reason: str) -> UpdateView:
         pending = self._ledger.pending
-        if pending is not None and pending.update_id == manifest.update_id:
+        if pending is not None and pending.manifest.update_id == manifest.update_id:
             self._written(manifest, "ended")
         self._manifest = None
         return self._now(manifest, stage, reason)
