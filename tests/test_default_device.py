@@ -9,7 +9,7 @@ from torch.utils._device import _device_constructors
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor
 from rl_bridge.cuda.digest import DevicePass
-from rl_bridge.testing.host_devices import HostIPC, HostVMM
+from rl_bridge.testing.faults import HostIPC, HostVMM
 from rl_bridge.testing.peer import BridgeOver, sample_weights
 from rl_bridge.testing.strategies import contents_of
 from rl_bridge.transports.base import Transport

@@ -14,7 +14,7 @@ import torch
 import torch.multiprocessing as mp
 
 from rl_bridge import make_weight_bridge
-from rl_bridge.testing.host_devices import HostVMM
+from rl_bridge.testing.faults import HostVMM
 from rl_bridge.transports import registry
 
 __all__ = [

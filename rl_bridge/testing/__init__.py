@@ -22,8 +22,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_bridge.testing.engine_faults import in_rank
     from rl_bridge.testing.engine_suite import EngineSuite, EngineUnderTest
-    from rl_bridge.testing.faults import Fault, FaultInjecting, KillAt, Step, die
-    from rl_bridge.testing.host_devices import HostIPC, HostVMM
+    from rl_bridge.testing.faults import (
+        Fault,
+        FaultInjecting,
+        HostIPC,
+        HostVMM,
+        KillAt,
+        Step,
+        die,
+    )
     from rl_bridge.testing.installer_faults import EngineFault, Stage, poke
     from rl_bridge.testing.installer_suite import InstallerSuite, Rig, engine_state, sample_engine
     from rl_bridge.testing.leaks import Holdings, assert_nothing_leaks
@@ -73,8 +80,7 @@ __all__ = [
 _MODULES = {
     "engine_faults": "in_rank",
     "engine_suite": "EngineSuite EngineUnderTest",
-    "faults": "Fault FaultInjecting KillAt Step die",
-    "host_devices": "HostIPC HostVMM",
+    "faults": "Fault FaultInjecting HostIPC HostVMM KillAt Step die",
     "installer_faults": "EngineFault Stage poke",
     "installer_suite": "InstallerSuite Rig engine_state sample_engine",
     "leaks": "Holdings assert_nothing_leaks",

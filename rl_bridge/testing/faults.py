@@ -15,14 +15,38 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from rl_bridge.cuda.devices import DriverName
 from rl_bridge.lifecycle import Transition
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.places import CPU_PLACE, Place
-from rl_bridge.memory.views import Attachment
-from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
+from rl_bridge.transports._slots import SlotPublisher
+from rl_bridge.transports.base import (
+    Attachment,
+    Availability,
+    Carried,
+    ConsumerEnd,
+    PublisherEnd,
+    Transport,
+)
+from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
 from rl_bridge.transports.registry import transport_class
+
+__all__ = [
+    "Fault",
+    "FaultInjecting",
+    "HostIPC",
+    "HostVMM",
+    "InjectedFault",
+    "KillAt",
+    "Locate",
+    "Step",
+    "arena_address",
+    "die",
+    "flip_byte",
+    "published_address",
+]
 
 
 class InjectedFault(RuntimeError):
@@ -136,6 +160,13 @@ def arena_address(end: PublisherEnd, update_id: str, handle: Mapping[str, Any]) 
     return int(snapshot(update_id).address)
 
 
+def published_address(end: PublisherEnd, update_id: str, handle: Mapping[str, Any]) -> int:
+    """Find a published update's bytes where its publisher's end keeps them in device memory."""
+    del handle
+    assert isinstance(end, SlotPublisher)
+    return end.address_of(update_id)
+
+
 def _shared_mapping(device: int, inode: int) -> int:
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:  # noqa: PTH123 - streamed
         for line in maps:
@@ -160,7 +191,27 @@ def flip_byte(address: int, place: Place = CPU_PLACE) -> None:
     byte.cpu()  # now, also on a device, and not when its stream gets there: others look as well
 
 
-# ---- the transport ------------------------------------------------------------------------------
+# ---- transports ---------------------------------------------------------------------------------
+
+
+class HostVMM(CUDAVMM):
+    """``cuda-vmm`` on host memory: its real sockets and processes, without a GPU.
+
+    Only what the GPU and its driver do by themselves is missing: kernels, drains, faults. Tests
+    that want it by name register it.
+    """
+
+    name: ClassVar[str] = "cuda-vmm-on-host"
+    driver_name: ClassVar[DriverName] = "host"
+    locate: ClassVar[Locate] = staticmethod(published_address)
+
+
+class HostIPC(CUDAIPC):
+    """``cuda-ipc`` on host memory, as `HostVMM` is ``cuda-vmm``."""
+
+    name: ClassVar[str] = "cuda-ipc-on-host"
+    driver_name: ClassVar[DriverName] = "host"
+    locate: ClassVar[Locate] = staticmethod(published_address)
 
 
 class FaultInjecting(Transport):

@@ -27,7 +27,7 @@ from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
 from rl_bridge.memory.places import CPUPlace
 from rl_bridge.memory.segment import SegmentRef
-from rl_bridge.testing.host_devices import HostVMM
+from rl_bridge.testing.faults import HostVMM
 from rl_bridge.testing.processes import Child
 from rl_bridge.transports import registry
 from tests.cuda.test_ipc import HostExporter

@@ -18,7 +18,7 @@ from rl_bridge.cuda.owners import settle_late
 from rl_bridge.cuda.views import private_pin
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.memory.places import CPUPlace
-from rl_bridge.testing.host_devices import HostVMM
+from rl_bridge.testing.faults import HostVMM
 from tests.helpers import forked, forking
 
 

@@ -8,8 +8,7 @@ import torch
 from rl_bridge import make_weight_bridge
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.testing import TransportSuite
-from rl_bridge.testing.faults import Locate
-from rl_bridge.testing.host_devices import published_address
+from rl_bridge.testing.faults import Locate, published_address
 from rl_bridge.testing.processes import Child, ChildError
 from rl_bridge.transports.cuda import CUDAIPC
 from rl_bridge.transports.cuda_ipc_requests import ImportRequest, open_request

@@ -13,8 +13,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.testing import TransportSuite
-from rl_bridge.testing.faults import Locate
-from rl_bridge.testing.host_devices import published_address
+from rl_bridge.testing.faults import Locate, published_address
 from rl_bridge.transports.cuda import CUDAVMM
 from rl_bridge.transports.registry import probe
 

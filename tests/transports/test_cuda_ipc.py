@@ -27,8 +27,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
 from rl_bridge.testing import TransportSuite
-from rl_bridge.testing.faults import Locate
-from rl_bridge.testing.host_devices import HostIPC, published_address
+from rl_bridge.testing.faults import HostIPC, Locate, published_address
 from rl_bridge.testing.peer import BridgeOver, Peer, hashes, sample_weights
 from rl_bridge.testing.processes import Child
 from rl_bridge.testing.strategies import contents_of

@@ -25,8 +25,7 @@ from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.testing import TransportSuite
-from rl_bridge.testing.faults import Locate
-from rl_bridge.testing.host_devices import HostVMM, published_address
+from rl_bridge.testing.faults import HostVMM, Locate, published_address
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.cuda import CUDAVMM
 from tests.helpers import open_fds
