@@ -89,10 +89,11 @@ def _label(axes: "Axes", text: str, at: tuple[float, float], colour: str, **styl
 def _draw_reward(axes: "Axes", result: DemoResult) -> None:
     steps = [row.step for row in result.rows]
     reward, exact = [row.reward for row in result.rows], [row.exact for row in result.rows]
+    # The curves may end close to each other or on the axis: labels keep their distance.
+    lower = max(min(exact[-1], reward[-1] - 0.08), 0.04)
     for label, values, colour, width, height in (
-        ("reward", reward, _BLUE, 2.6, reward[-1]),
-        # The curves may end close to each other: this label keeps its distance.
-        ("fully sorted", exact, _SKY, 1.6, min(exact[-1], reward[-1] - 0.08)),
+        ("reward", reward, _BLUE, 2.6, max(reward[-1], lower + 0.08)),
+        ("fully sorted", exact, _SKY, 1.6, lower),
     ):
         axes.plot(steps, values, color=colour, linewidth=width)
         _label(axes, f"{label} {values[-1]:.2f}", (steps[-1], height), colour, weight="bold")
