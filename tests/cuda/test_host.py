@@ -60,20 +60,6 @@ def mapped(driver: HostDriver, *, writable: bool = True) -> tuple[int, int]:
     return handle, address
 
 
-def test_handles_reservations_and_mappings_are_counted(driver: HostDriver) -> None:
-    handle, address = mapped(driver)
-    assert driver.live() == Live(handles=1, reservations=1, mappings=1)
-    driver.unmap(address, SMALL)
-    driver.release(handle)
-    driver.free(address, SMALL)
-    assert driver.live() == NOTHING
-
-
-def test_fresh_memory_is_zero(driver: HostDriver) -> None:
-    _, address = mapped(driver)
-    assert peek(address, SMALL) == {0}
-
-
 # ---- access -------------------------------------------------------------------------------------
 
 
@@ -128,56 +114,6 @@ def test_a_read_only_mapping_is_read_and_a_write_to_it_is_a_fault() -> None:
 # ---- refusals that CUDA leaves undefined, or that are the host's own ----------------------------
 
 
-def map_at(driver: HostDriver, *offsets: int) -> None:
-    """Map pieces of two units into a new range of three."""
-    address = driver.reserve(3 * SMALL)
-    for offset in offsets:
-        driver.map(address + offset, 2 * SMALL, driver.create(2 * SMALL))
-
-
-def release_twice(driver: HostDriver) -> None:
-    handle = driver.create(SMALL)
-    driver.release(handle)
-    driver.release(handle)
-
-
-def free_in_use(driver: HostDriver) -> None:
-    driver.free(mapped(driver)[1], SMALL)
-
-
-NOT_THERE: dict[str, tuple[str, Callable[[HostDriver], object]]] = {
-    "release": ("cuMemRelease", lambda driver: driver.release(99)),
-    "release twice": ("cuMemRelease", release_twice),
-    "map over another": ("cuMemMap", lambda driver: map_at(driver, SMALL, 0)),
-    "map between units": ("cuMemMap", lambda driver: map_at(driver, vm.PAGE)),
-    "free in use": ("cuMemAddressFree", free_in_use),
-    "export": ("cuMemExportToShareableHandle", lambda driver: driver.export_fd(99)),
-    "map a stranger": ("cuMemMap", lambda driver: driver.map(driver.reserve(SMALL), SMALL, 99)),
-    "map outside": ("cuMemMap", lambda driver: driver.map(SMALL, SMALL, driver.create(SMALL))),
-    "unmap": ("cuMemUnmap", lambda driver: driver.unmap(SMALL, SMALL)),
-    "access": ("cuMemSetAccess", lambda driver: driver.set_access(SMALL, SMALL, writable=True)),
-    "free": ("cuMemAddressFree", lambda driver: driver.free(SMALL, SMALL)),
-    "free a part": (
-        "cuMemAddressFree",
-        lambda driver: driver.free(driver.reserve(2 * SMALL), SMALL),
-    ),
-    "reserve odd": ("cuMemAddressReserve", lambda driver: driver.reserve(SMALL + 1)),
-    "align odd": ("cuMemAddressReserve", lambda driver: driver.reserve(SMALL, 3)),
-    "align below 0": ("cuMemAddressReserve", lambda driver: driver.reserve(SMALL, -SMALL)),
-}
-
-
-@pytest.mark.parametrize("case", NOT_THERE)
-def test_calls_with_handles_or_addresses_that_do_not_exist_are_refused(
-    driver: HostDriver, case: str
-) -> None:
-    call, act = NOT_THERE[case]
-    with pytest.raises(DriverError) as caught:
-        act(driver)
-    assert (caught.value.call, caught.value.code) == (call, INVALID_VALUE)
-    assert caught.value.remedy in str(caught.value)
-
-
 @pytest.mark.parametrize("seals", [0, 2, 4, 2 | 4, 2 | 1, 4 | 1])
 def test_memory_that_could_be_cut_is_not_imported(driver: HostDriver, seals: int) -> None:
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
@@ -195,14 +131,6 @@ def test_memory_of_another_size_is_not_imported(driver: HostDriver, nbytes: int)
     fd = driver.export_fd(driver.create(2 * SMALL))
     with pytest.raises(DriverError, match=rf"has {2 * SMALL} bytes, expected {nbytes}"):
         driver.import_fd(fd, nbytes)
-    close_fd(fd)
-
-
-def test_exported_memory_cannot_be_cut(driver: HostDriver) -> None:
-    fd = driver.export_fd(driver.create(SMALL))
-    for nbytes in (0, 2 * SMALL):
-        with pytest.raises(PermissionError):
-            os.ftruncate(fd, nbytes)
     close_fd(fd)
 
 

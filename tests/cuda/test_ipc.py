@@ -1,18 +1,17 @@
 """Legacy IPC on host memory keeps CUDA's rules; what only host memory can show."""
 
-import ctypes
-import os
+import itertools
 import struct
 from typing import Any
 
 import pytest
 
-from rl_bridge.cuda.host import FREED, HostIPCDriver
-from rl_bridge.cuda.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, IPCDriver, Opening
+from rl_bridge.cuda.host import HostIPCDriver
+from rl_bridge.cuda.ipc import IPCDriver, Opening
 from rl_bridge.errors import DriverError
 from rl_bridge.memory.segment import SegmentRef
 from rl_bridge.testing.processes import Child
-from tests.cuda.ipc_suite import TRAINED, Exporter, Importer, IPCSuite
+from tests.cuda.ipc_suite import Exporter, Importer, IPCSuite
 from tests.helpers import open_fds
 
 
@@ -32,17 +31,6 @@ class TestHostIPC(IPCSuite):
 
     def make(self) -> IPCDriver:
         return HostIPCDriver()
-
-
-def test_memory_that_is_freed_too_early_shows_it() -> None:
-    driver = HostIPCDriver()
-    with Child(HostExporter) as owner:
-        at = driver.open_ipc(bytes.fromhex(owner.call("where")["handle"]))
-        assert ctypes.string_at(at, len(TRAINED)) == TRAINED
-        owner.call("give_up")  # nobody said that it is open
-        assert ctypes.string_at(at, 3) == bytes([FREED]) * 3
-        driver.close_ipc(at)
-    assert driver.num_plain() == (0, 0)
 
 
 def test_an_opening_is_closed_behind_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +54,12 @@ def test_an_opening_is_closed_behind_a_drain(monkeypatch: pytest.MonkeyPatch) ->
         assert asked == ["fence", "close_ipc"]
 
 
-@pytest.mark.parametrize("word", range(7))
-def test_a_handle_that_was_changed_opens_nothing(word: int) -> None:
+def test_a_handle_that_was_changed_opens_nothing() -> None:
     driver = HostIPCDriver()
     with Child(HostExporter) as owner:
         raw = bytearray.fromhex(owner.call("where")["handle"])
         before = open_fds()
-        for change in (1, 1 << 40, -(1 << 62)):
+        for word, change in itertools.product(range(7), (1, 1 << 40, -(1 << 62))):
             told = bytearray(raw)
             (value,) = struct.unpack_from("<q", raw, 8 * word)
             struct.pack_into("<q", told, 8 * word, value ^ change)
@@ -80,18 +67,3 @@ def test_a_handle_that_was_changed_opens_nothing(word: int) -> None:
                 driver.open_ipc(bytes(told))
             assert caught.value.code == "CUDA_ERROR_INVALID_HANDLE"
         assert open_fds() == before
-
-
-@pytest.mark.parametrize("nbytes", [0, -IPC_UNIT, IPC_UNIT + 1])
-def test_an_odd_size_is_refused(nbytes: int) -> None:
-    with pytest.raises(DriverError, match="expected a multiple of"):
-        HostIPCDriver().alloc(nbytes)
-
-
-def test_a_handle_carries_only_the_place_of_the_memory() -> None:
-    driver = HostIPCDriver()
-    at = driver.alloc(IPC_UNIT)
-    raw = driver.ipc_handle(at)
-    assert (len(raw), raw) == (IPC_HANDLE_NBYTES, driver.ipc_handle(at))
-    assert struct.unpack_from("<q", raw, 8)[0] == os.getpid()
-    driver.dealloc(at)
