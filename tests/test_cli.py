@@ -6,7 +6,6 @@ What the machine decides (doctor, bench, gc, the demo) is in `test_cli_machine`.
 import os
 from collections.abc import Iterator
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import rl_bridge
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.cli.program import app, main
-from rl_bridge.cli.screen import duration, plain, size
+from rl_bridge.cli.screen import plain
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
 from rl_bridge.testing.faults import FaultInjecting
@@ -72,10 +71,6 @@ def test_the_entry_point_is_the_same_program() -> None:
     assert entry.load() is main
 
 
-def test_these_are_the_commands() -> None:
-    assert {info.callback.__name__ for info in app.registered_commands if info.callback} == COMMANDS
-
-
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_has_help(command: str, flag: str) -> None:
@@ -86,28 +81,6 @@ def test_every_command_has_help(command: str, flag: str) -> None:
     assert info.callback is not None
     assert (info.callback.__doc__ or "").splitlines()[0] in said.out
     assert said.out.count("--") > 1, "an option without a word of help"
-
-
-@pytest.mark.parametrize("columns", [60, 80])
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_help_fills_its_lines_and_fits_the_terminal(command: str, columns: int) -> None:
-    lines = call(command, "--help", columns=columns).out.splitlines()
-    assert max(map(len, lines)) <= columns
-    prose = lines[: next(i for i, line in enumerate(lines) if line in {"Arguments:", "Options:"})]
-    for line, after in pairwise(prose):
-        word = (after.split() or [" " * columns])[0]
-        assert not line or len(line) + 1 + len(word) > columns - 2, f"{line!r} has room for {word}"
-
-
-def test_a_switch_is_not_said_to_take_a_value() -> None:
-    said = "".join(call(*command.split(), "--help").out for command in ("", *COMMANDS))
-    assert "bool" not in said
-    assert "256 unless given" in said
-
-
-@pytest.mark.parametrize("command", sorted(COMMANDS - {"demo", "sidecar"}))
-def test_every_command_for_programs_writes_json(command: str) -> None:
-    assert "--json" in call(command, "--help").out
 
 
 @pytest.mark.parametrize(
@@ -151,13 +124,6 @@ def test_a_value_that_does_not_fit_is_told_with_what_was_expected(
 
 def test_strangers_text_cannot_drive_the_terminal() -> None:
     assert plain("a\x1b[2J\n\u202eb \u00e9") == "a\\x1b[2J\\n\\u202eb \u00e9"
-
-
-def test_sizes_and_times_read_well() -> None:
-    shown = [size(n) for n in (0, 1023, 1024, 1 << 30, 5 << 70)]
-    assert shown == ["0 B", "1023 B", "1.00 KiB", "1.00 GiB", "5120.00 EiB"]
-    shown = [duration(s) for s in (0.25, 9, 90, 7200, 1e6)]
-    assert shown == ["250 ms", "9 s", "2 min", "2 h", "12 d"]
 
 
 # ------------------------------------------------------------------------------ inspect

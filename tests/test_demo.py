@@ -23,7 +23,6 @@ from rich.console import Console
 from rl_bridge.demo import DemoResult, run_demo
 from rl_bridge.demo.learning import Learner, LearnerConfig, SortTask
 from rl_bridge.demo.model import EngineFault, ModuleSampler, build_model, sample
-from rl_bridge.demo.report import phases, print_report
 from rl_bridge.demo.rollout import (
     Engine,
     InstallReply,
@@ -115,35 +114,6 @@ def test_the_screen_names_steps_faults_and_files(local_run: tuple[DemoResult, st
     for line, row in zip(lines, result.rows, strict=True):
         assert f"version {row.version:>3}" in line
         assert f"update {row.update_ms:.1f} ms" in line
-
-
-def test_the_report_on_a_real_engine_has_its_name_and_its_labels(
-    local_run: tuple[DemoResult, str, Path],
-) -> None:
-    result = replace(local_run[0], engine="vllm", engine_name="vLLM 1.2", labels_checked=5)
-    screen = io.StringIO()
-    print_report(result, Console(file=screen, width=120))
-    for words in ("vLLM 1.2", "5 outputs, each with the label"):
-        assert words in screen.getvalue()
-
-
-def test_phases_of_one_purpose_are_one_and_nothing_is_lost(
-    local_run: tuple[DemoResult, str, Path],
-) -> None:
-    row = replace(
-        local_run[0].rows[0],
-        publish_ms={"slot": 4.0, "stage_digest": 3.0, "seal": 2.0},
-        install_ms={"attach": 1.0, "verify": 5.0, "pause": 0.25, "of-the-future": 0.5},
-        update_ms=17.0,
-    )
-    assert phases([row, replace(row, install_ms={"failed": 1.5})]) == {
-        "copy, digest": [7.0, 7.0],
-        "messages": [2.0 + 1.25, 2.0 + 6.5],
-        "verify": [6.0, 0.0],
-        "install": [0.25, 0.0],
-        "refuse, undo": [0.0, 1.5],
-        "of-the-future": [0.5, 0.0],
-    }
 
 
 @pytest.mark.slow
