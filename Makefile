@@ -60,7 +60,7 @@ TESTS ?= test
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-gpu test-engines test-engines-full test-sglang test-trainers test-machines lint types docs check format coverage mutants bench docs-serve clean
+.PHONY: help setup demo test test-full test-gpu test-engines test-engines-full test-sglang test-trainers test-machines lint types docs check format coverage mutants bench docs-serve clean
 
 help: ## Print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,7 +88,10 @@ JOBS ?= 2
 SPREAD = -n $(JOBS) --dist loadfile
 PYTEST_ALL = $(TEST_ENV) $(BIN)/python -m pytest $(SPREAD)
 
-test: $(STAMP) ## Run the tests (ARGS="-k name" to choose, JOBS=0 for one process)
+test: $(STAMP) ## Run the tests, in about six minutes (ARGS="-k name" to choose, JOBS=0 for one process)
+	$(PYTEST_ALL) -m "not full" $(ARGS)
+
+test-full: $(STAMP) ## The same, and every longer or wider run of what they test
 	$(PYTEST_ALL) $(ARGS)
 
 test-gpu: $(STAMP) ## Run only the tests that need a CUDA device

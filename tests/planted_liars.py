@@ -332,12 +332,10 @@ INSTALLER_LIES: dict[type[Any], str] = {
 
 def _suites() -> dict[str, type]:
     found: dict[str, type] = {}
-    kinds: list[type] = [*TRANSPORT_LIES, LocalClone]
-    for kind in kinds:
+    for kind in TRANSPORT_LIES:
         name = f"Test{kind.__name__}"
         found[name] = type(name, (TransportSuite,), {"transport_class": kind})
-    adapters: list[type] = [*INSTALLER_LIES, ModuleInstallAdapter]
-    for adapter in adapters:
+    for adapter in INSTALLER_LIES:
         name = f"Test{adapter.__name__}"
         made = {"make_adapter": lambda _self, engine, adapter=adapter: adapter(engine)}
         found[name] = type(name, (InstallerSuite,), made)

@@ -33,11 +33,13 @@ class ScriptRunner:
             os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
 
-    def run(self, script: Path, cwd: Path) -> None:
-        """Run a script, or a file of tests; it must succeed."""
+    def run(self, script: Path, cwd: Path, chosen: str = "") -> None:
+        """Run a script, or the chosen ones of a file of tests; it must succeed."""
         log = cwd / f"{script.stem}.log"
         within_s = TIMEOUT_S + START_S
-        code = self._program.ask(within_s=within_s, script=str(script), cwd=str(cwd), log=str(log))
+        code = self._program.ask(
+            within_s=within_s, script=str(script), cwd=str(cwd), log=str(log), chosen=chosen
+        )
         assert code == 0, f"{script.name}: {code}\n{log.read_text('utf-8', 'replace')}"
 
     def __enter__(self) -> Self:
@@ -55,7 +57,7 @@ class ScriptRunner:
 # ---- the other process --------------------------------------------------------------------------
 
 
-def become(script: str, cwd: str, log: str) -> int:
+def become(script: str, cwd: str, log: str, chosen: str) -> int:
     """Be the process of a script, as if Python had been started for it."""
     os.setsid()
     settle_in(cwd, log)
@@ -67,7 +69,7 @@ def become(script: str, cwd: str, log: str) -> int:
         sys.warnoptions.clear()
         warnings.resetwarnings()
         sys.path[0] = cwd
-        return int(pytest.main(["-q", script]))
+        return int(pytest.main(["-q", "-k", chosen, script]))
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
     return 0

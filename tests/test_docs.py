@@ -101,10 +101,21 @@ def generator(name: str) -> dict[str, Any]:
 # ---- code ---------------------------------------------------------------------------------------
 
 RUNNABLE = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+# Of a suite that a page shows. Deaths, and what stays behind after many rounds, take long.
+QUICK = "not (fifty or killed or dead or hostile)"
+WITH_A_SUITE = DOCS / "how-to" / "write-a-transport.md"
 
 
-@pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, runner: ScriptRunner) -> None:
+@pytest.mark.parametrize(
+    ("page", "chosen"),
+    [
+        *(pytest.param(page, QUICK, id=name_of(page)) for page in RUNNABLE),
+        pytest.param(WITH_A_SUITE, "", id="a whole suite", marks=pytest.mark.full),
+    ],
+)
+def test_the_code_of_a_page_runs(
+    page: Path, chosen: str, tmp_path: Path, runner: ScriptRunner
+) -> None:
     script = []
     for block in blocks(page):
         if block.language != "python" or block.reason is not None:
@@ -113,7 +124,7 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, runner: ScriptRunne
             (tmp_path / block.title).write_text(block.text, "utf-8")
             # An example that a page shows whole has a test of its own.
             if not shows_an_example(block):
-                runner.run(tmp_path / block.title, tmp_path)
+                runner.run(tmp_path / block.title, tmp_path, chosen)
         else:
             script.append(block.text)
     if script:

@@ -199,7 +199,10 @@ class Rollout:
 
 @pytest.mark.parametrize(
     ("move", "directory"),
-    [(move, where) for where in ("memfd", "files") for move in CONSUMER_MOVES],
+    [
+        *((move, "memfd") for move in CONSUMER_MOVES),
+        *(pytest.param(move, "files", marks=pytest.mark.full) for move in CONSUMER_MOVES),
+    ],
     indirect=["directory"],
     ids=move_name,
 )

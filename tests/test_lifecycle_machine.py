@@ -25,8 +25,11 @@ class LocalMachine(LifecycleMachine):
 
 
 @pytest.mark.parametrize("machine", [LifecycleMachine, AliasMachine, FlipMachine, LocalMachine])
-def test_the_engine_is_always_at_its_version_or_torn(machine: type[LifecycleMachine]) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.full)])
+def test_the_engine_is_always_at_its_version_or_torn(
+    machine: type[LifecycleMachine], times: int
+) -> None:
     profile: Any = settings()
     run_state_machine_as_test(
-        machine, settings=settings(profile, max_examples=5 * profile.max_examples)
+        machine, settings=settings(profile, max_examples=times * profile.max_examples)
     )

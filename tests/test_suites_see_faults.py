@@ -1,4 +1,7 @@
-"""The suites see what they are for: each planted lie is caught, and an honest one is not."""
+"""The suites see what they are for: each planted lie is caught.
+
+For honest ones the same suites pass, in `tests/transports` and `tests/installers`.
+"""
 
 import subprocess
 import sys
@@ -11,21 +14,18 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.testing import LifecycleMachine
-from rl_bridge.transports.local import LocalClone
 from tests.planted_liars import INSTALLER_LIES, TRANSPORT_LIES, Forgets, HalfUndoes
 
 LIARS = Path(__file__).with_name("planted_liars.py")
 ALL_LIES: dict[type, str] = {**TRANSPORT_LIES, **INSTALLER_LIES}
 LIES = [(f"Test{kind.__name__}", name) for kind, name in ALL_LIES.items()]
-HONEST = [(f"Test{LocalClone.__name__}", name) for name in TRANSPORT_LIES.values()]
-HONEST += [(f"Test{ModuleInstallAdapter.__name__}", name) for name in INSTALLER_LIES.values()]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
     """Class and test -> failed, passed or skipped; of a parametrized test, the worst."""
     report = tmp_path_factory.mktemp("liars") / "report.xml"
-    chosen = [f"{LIARS}::{kind}::{name}" for kind, name in (*LIES, *HONEST)]
+    chosen = [f"{LIARS}::{kind}::{name}" for kind, name in LIES]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(
         [*command, f"--junitxml={report}"],
@@ -52,13 +52,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
 @pytest.mark.parametrize("lie", LIES, ids="-".join)
 def test_a_lie_is_caught(lie: tuple[str, str], outcomes: dict[tuple[str, str], str]) -> None:
     assert outcomes[lie] == "failed"
-
-
-@pytest.mark.parametrize("honest", HONEST, ids="-".join)
-def test_the_honest_one_is_not_accused(
-    honest: tuple[str, str], outcomes: dict[tuple[str, str], str]
-) -> None:
-    assert outcomes[honest] in {"passed", "skipped"}
 
 
 @pytest.mark.parametrize("adapter", [Forgets, HalfUndoes])

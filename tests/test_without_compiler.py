@@ -6,17 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # By name: importing it would hide the compiled module from this very process.
 RUNNER = "tests.pure_python"
 ROOT = Path(__file__).resolve().parents[1]
-SUITES = (
-    "tests/transports/test_shared_memory.py",
-    "tests/transports/test_local_clone.py",
-    "tests/installers",
-)
 # Left out: who dies when, what stays behind after fifty rounds, and which handle is refused. That
 # does not depend on who reads the bytes, and takes most of the suites' time.
-LEFT_OUT = "fifty or killed or dead or hostile"
+LEFT_OUT = "not (fifty or killed or dead or hostile)"
+TRANSPORTS = ("tests/transports/test_shared_memory.py", "tests/transports/test_local_clone.py")
 TIMEOUT_S = 240.0
 
 
@@ -33,12 +31,26 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_transports_and_installers_keep_their_promises_without_the_compiled_module() -> None:
-    done = run("-k", f"not ({LEFT_OUT})", *SUITES)
+@pytest.mark.parametrize(
+    ("chosen", "suites", "num"),
+    [
+        (
+            "arrive or byte or undone or ties or tied",
+            (TRANSPORTS[0], "tests/installers/test_module.py"),
+            40,
+        ),
+        pytest.param(LEFT_OUT, (*TRANSPORTS, "tests/installers"), 300, marks=pytest.mark.full),
+    ],
+    ids=["bytes", "whole suites"],
+)
+def test_transports_and_installers_keep_their_promises_without_the_compiled_module(
+    chosen: str, suites: tuple[str, ...], num: int
+) -> None:
+    done = run("-k", chosen, *suites)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     passed = re.search(r"([0-9]+) passed", done.stdout)
     assert passed
-    assert int(passed[1]) > 300
+    assert int(passed[1]) > num
 
 
 def test_the_runner_notices_that_the_compiled_module_is_in_use() -> None:

@@ -25,7 +25,13 @@ def run(name: str, *arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("arguments", [(), ("--colocated",)], ids=["broadcast", "shared-memory"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="broadcast"),
+        pytest.param(("--colocated",), id="shared-memory", marks=pytest.mark.full),
+    ],
+)
 def test_fsdp2_on_two_ranks_reaches_two_engines(arguments: tuple[str, ...], tmp_path: Path) -> None:
     said = run("fsdp2_to_two_engines.py", *arguments, cwd=tmp_path)
     assert "4 versions from 2 FSDP2 ranks in 2 engines, equal to the byte" in said

@@ -79,7 +79,13 @@ def publish(trainer: BroadcastTensorBridge, version: int) -> str:
     return trainer.publish(big_weights(version), weight_version=version).to_json()
 
 
-@pytest.mark.parametrize("number", [1, 2], ids=["first transfer", "steady state"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(1, id="first transfer", marks=pytest.mark.full),
+        pytest.param(2, id="steady state"),
+    ],
+)
 def test_survivors_get_the_update_that_a_receiver_died_in(
     start: Start, trainer: BroadcastTensorBridge, number: int
 ) -> None:
@@ -219,7 +225,7 @@ def patient() -> Iterator[BroadcastTensorBridge]:
         yield bridge
 
 
-@pytest.mark.parametrize("victim", [1, 2, 3])
+@pytest.mark.parametrize("victim", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3))])
 def test_an_engine_that_died_costs_the_others_less_than_a_slices_deadline(
     patient: BroadcastTensorBridge, start: Start, victim: int
 ) -> None:

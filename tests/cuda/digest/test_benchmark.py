@@ -39,6 +39,7 @@ def test_without_a_gpu_it_says_blocked_and_the_cause(script: str, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_a_dry_run_goes_through_every_lane_and_writes_nothing(tmp_path: Path) -> None:
     row = run("gpu_digest.py", "--dry-run", "--rounds", "1", "--out", str(tmp_path / "out.json"))
     assert row["status"] == "dry-run"
@@ -49,6 +50,7 @@ def test_a_dry_run_goes_through_every_lane_and_writes_nothing(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_a_dry_run_updates_undoes_and_goes_every_peers_way_and_writes_nothing(
     tmp_path: Path,
 ) -> None:
