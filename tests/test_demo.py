@@ -22,7 +22,7 @@ from rich.console import Console
 
 from rl_bridge.demo import DemoResult, run_demo
 from rl_bridge.demo.learning import Learner, LearnerConfig, SortTask
-from rl_bridge.demo.model import EngineFault, ModuleSampler, build_model, sample
+from rl_bridge.demo.model import ModuleSampler, build_model, sample
 from rl_bridge.demo.rollout import (
     Engine,
     InstallReply,
@@ -45,6 +45,7 @@ from rl_bridge.demo.vllm_engine import DemoWorker, Server
 from rl_bridge.engines.staging import Exchange
 from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.testing.installer_faults import EngineFault
 from rl_bridge.testing.processes import until
 
 SMALL = SortTask(num_digits=3, base=4)

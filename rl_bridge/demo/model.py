@@ -5,7 +5,7 @@ trainer trains one, `ModuleSampler` samples with another one. Other engines are 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -14,10 +14,12 @@ from torch.nn import functional
 
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.demo.learning import Policy, SampleBatch, SortTask
-from rl_bridge.installers.base import TransactionalAdapter
+from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.module import ModuleInstallAdapter
-from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.remote.client import RemoteEngine
+from rl_bridge.testing.installer_faults import Sabotage, Stage
+
+__all__ = ["CausalTransformer", "ModuleSampler", "Sampler", "build_model", "sample"]
 
 
 class Block(nn.Module):
@@ -117,35 +119,6 @@ def sample(
     return SampleBatch.graded(task, tokens, torch.cat(chosen, dim=1), group_size)
 
 
-class EngineFault(RuntimeError):
-    """Raised by an engine that fails on request; the bridge does not know the type."""
-
-
-class HalfWayAdapter(ModuleInstallAdapter):
-    """Copies updates into a module, and fails half-way while `is_armed`.
-
-    Only `install` differs: checking, proving and above all undoing are the adapter's usual work.
-    """
-
-    def __init__(self, engine: nn.Module) -> None:
-        """Install into a module of this process."""
-        super().__init__(engine, mode="copy", num_threads=1)
-        self._module = engine
-        self.is_armed = False
-
-    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, Tensor]) -> None:
-        """Install; or write half of the tensors, so that the engine is a mixture, and raise."""
-        if not self.is_armed:
-            super().install(manifest, tensors)
-            return
-        mine = self._module.state_dict()
-        half = sorted(mine)[: len(mine) // 2]
-        with torch.no_grad():
-            for name in half:
-                mine[name].copy_(tensors[name])
-        raise EngineFault(f"the engine failed after {len(half)} of {len(mine)} tensors")
-
-
 class Sampler(ABC):
     """An engine that samples with the weights that come in over its adapter.
 
@@ -154,7 +127,7 @@ class Sampler(ABC):
 
     name: str
     """For people."""
-    adapter: TransactionalAdapter
+    adapter: TransactionalAdapter | WeightInstallAdapter
     """How weights get into it."""
 
     def updated_over(self, transport: str) -> RolloutExecutor | RemoteEngine:
@@ -177,22 +150,23 @@ class ModuleSampler(Sampler):
     """The demo's own engine: a torch module of this process."""
 
     name = "torch module"
-    adapter: HalfWayAdapter
 
     def __init__(self, task: SortTask, *, model_seed: int, seed: int) -> None:
         """Build a model with random weights of its own, and draw from a seed."""
         self.model = build_model(task, seed=model_seed)
-        self.adapter = HalfWayAdapter(self.model)
+        adapter = ModuleInstallAdapter(self.model, mode="copy", num_threads=1)
+        self._sabotage = Sabotage(adapter, self.model)
+        self.adapter = self._sabotage.wrapped()
         self._generator = torch.Generator().manual_seed(seed)
 
     @contextmanager
     def failing_half_way(self) -> Iterator[None]:
-        """See `Sampler`."""
-        self.adapter.is_armed = True
+        """See `Sampler`. Only `install` fails: the undo is the adapter's usual work."""
+        self._sabotage.plan(Stage.HALF_WAY)
         try:
             yield
         finally:
-            self.adapter.is_armed = False
+            self._sabotage.plan(None)
 
     def sample(self, *, num_groups: int, group_size: int) -> SampleBatch:
         """See `Sampler`."""

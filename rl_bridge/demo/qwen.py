@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_bridge.demo.learning import LearnerConfig, Policy, SortTask
-from rl_bridge.demo.model import EngineFault, Sampler
+from rl_bridge.demo.model import Sampler
 from rl_bridge.engines.staging import Exchange, Staged
 from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.testing.installer_faults import EngineFault
 
 MAX_SEQUENCES = 512
 """That an engine samples at once: one step's batch."""

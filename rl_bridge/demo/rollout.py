@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from rl_bridge.demo.learning import SampleBatch, SortTask
-from rl_bridge.demo.model import EngineFault, ModuleSampler, Sampler
+from rl_bridge.demo.model import ModuleSampler, Sampler
 from rl_bridge.demo.sglang_engine import SGLangSampler
 from rl_bridge.demo.vllm_engine import VLLMSampler, VLLMServerSampler
 from rl_bridge.errors import (
@@ -27,6 +27,7 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
+from rl_bridge.testing.installer_faults import EngineFault
 from rl_bridge.testing.processes import Child, ChildDied, ChildError
 from rl_bridge.transports.registry import transport_class
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rl_bridge.demo.learning import SampleBatch
-from rl_bridge.demo.model import EngineFault
 from rl_bridge.demo.qwen import MAX_SEQUENCES, EngineSampler, failing_exchange, vocabulary_size
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.testing.installer_faults import EngineFault
 
 NAME = "fail half-way"
 """Of the tensor that `plant` is given: it holds 1 for a fault, 0 for none."""
