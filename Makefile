@@ -82,11 +82,12 @@ demo: $(if $(filter vllm vllm-http,$(ENGINE)),$(STAMP_VLLM),$(if $(filter sglang
 	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(ENGINE),--engine $(ENGINE)) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
-# In two processes: half of the time is spent waiting for processes that the tests start. A file stays
-# whole, since its fixtures are shared.
+# In two processes: half of the time is spent waiting for processes that the tests start. One that has
+# nothing left takes tests from the other.
 JOBS ?= 2
+PYTEST_ALL = $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# Of engines, which are a file's fixtures, a file stays whole.
 SPREAD = -n $(JOBS) --dist loadfile
-PYTEST_ALL = $(TEST_ENV) $(BIN)/python -m pytest $(SPREAD)
 
 test: $(STAMP) ## Run the tests, in about six minutes (ARGS="-k name" to choose, JOBS=0 for one process)
 	$(PYTEST_ALL) -m "not full" $(ARGS)

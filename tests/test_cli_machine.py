@@ -1,6 +1,5 @@
 """The commands whose answer depends on the machine: doctor, gc, bench, and the demo."""
 
-import json
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.cli import bench
+from rl_bridge.cli import bench, program
 from rl_bridge.cli import bench as measure
 from rl_bridge.cli import doctor as probes
 from rl_bridge.cli import screen as environment
@@ -329,11 +328,22 @@ def test_the_consumer_of_the_bench_tells_what_the_library_refused() -> None:
 # ------------------------------------------------------------------------------ demo
 
 
-def test_the_demo_runs_from_the_command_line(tmp_path: Path) -> None:
-    said = call("demo", "--steps", "6", "--transport", "local-clone", "--out", tmp_path / "out")
+def test_the_demo_runs_as_the_command_line_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(program, "run_demo", lambda **options: asked.append(options))
+    said = call("demo", "--steps", "6", "--transport", "local-clone", "--out", tmp_path, "--seed=3")
     assert (said.code, said.err) == (0, "")
-    assert json.loads((tmp_path / "out" / "demo.json").read_text("utf-8"))["refused"] >= 2
-    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    (options,) = asked
+    assert options.pop("console") is not None
+    assert options == {
+        "transport": "local-clone",
+        "engine": "module",
+        "steps": 6,
+        "seed": 3,
+        "out": tmp_path,
+    }
 
 
 def test_a_transport_that_the_demo_cannot_use_is_refused_in_one_line(tmp_path: Path) -> None:

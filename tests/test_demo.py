@@ -117,7 +117,7 @@ def test_the_screen_names_steps_faults_and_files(local_run: tuple[DemoResult, st
         assert f"update {row.update_ms:.1f} ms" in line
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_policy_learns_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The smallest task that is learned in so few steps; the demo's own takes twice as many.
     monkeypatch.setattr("rl_bridge.demo.run.RolloutConfig", partial(RolloutConfig, task=SMALL))
