@@ -19,20 +19,31 @@ from rl_bridge.errors import IncompatibleUpdate, SessionRefused
 HOME = Path(__file__).resolve().parents[2] / "docs" / "examples" / "small_engine"
 sys.path.insert(0, str(HOME))
 
+import test_small_engine as small  # noqa: E402 - as above
 from client import small_engine_adapter  # noqa: E402 - a folder of examples is no package
-from test_small_engine import (  # noqa: E402 - as above
-    TestSmallEngine,
-    TestSmallEngineByFile,
-    folder,
-    running,
-    started,
-    weights,
-)
+from test_small_engine import folder, running, started, weights  # noqa: E402 - as above
 
-__all__ = ["TestSmallEngine", "TestSmallEngineByFile", "folder", "running"]
+__all__ = ["folder", "running"]
 
 
-@pytest.mark.parametrize("by", ["refused", "in an update"])
+class TestSmallEngine(small.TestSmallEngine):
+    """As the page has it, at fewer places."""
+
+    kills = ("install",)
+    every = 5
+
+
+@pytest.mark.full
+class TestSmallEngineEverywhere(small.TestSmallEngine):
+    """At each place that the page tries."""
+
+
+@pytest.mark.full
+class TestSmallEngineByFile(small.TestSmallEngineByFile):
+    """Fed by its own loader."""
+
+
+@pytest.mark.parametrize("by", ["refused", pytest.param("in an update", marks=pytest.mark.full)])
 def test_an_engine_that_was_started_anew_holds_no_version_until_it_gets_one(
     folder: Path, by: str
 ) -> None:
