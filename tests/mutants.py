@@ -329,6 +329,7 @@ def _run_tests(tree: Path, tests: list[str], output: Path) -> None:
         import pytest
 
         options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_S}", "--tb=line"]
+        options += ["-m", "not full"]
         code = int(pytest.main([*options, *tests]))
         sys.stdout.flush()
     except BaseException:  # the parent reads it, and goes on with the next one
