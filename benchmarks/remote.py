@@ -2,7 +2,7 @@
 
 What HTTP, signatures and the ledger add to an update: the same small update through a side-car in a
 process of its own, step by step, less what its engine's acknowledgement says that the update took
-there. Beside it, what the disk takes for a line. README.md beside this file says more.
+there. Beside it, what the disk takes for a change. README.md beside this file says more.
 """
 
 import datetime as dt
@@ -25,7 +25,7 @@ from rich.table import Table
 from rl_bridge import ModuleInstallAdapter, SharedMemoryTensorBridge
 from rl_bridge.errors import EngineLost
 from rl_bridge.remote import RemoteEngine, TwoPhaseExecutor, serve
-from rl_bridge.remote.state import DurableLines
+from rl_bridge.remote.state import StateDirectory
 from rl_bridge.testing.processes import free_port
 
 __all__ = ["main"]
@@ -101,14 +101,14 @@ def _requests(engine: RemoteEngine, repetitions: int) -> list[float]:
     return found
 
 
-def _lines(directory: Path, repetitions: int) -> list[float]:
-    lines = DurableLines(directory / "lines")
+def _changes(directory: Path, repetitions: int) -> list[float]:
     found = []
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        lines.append("x" * 43)
-        found.append((time.perf_counter() - start) * 1e3)
-    lines.close()
+    with StateDirectory(directory / "changes") as state:
+        for number in range(repetitions):
+            start = time.perf_counter()
+            with state.change(sync=True) as db:
+                db.execute("INSERT INTO nonces VALUES (?, ?)", [f"{number:032x}", number])
+            found.append((time.perf_counter() - start) * 1e3)
     return found
 
 
@@ -139,7 +139,7 @@ def main(
         finally:
             process.terminate()
             process.join(30)
-        samples["durable_line_ms"] = _lines(directory, repetitions)
+        samples["durable_change_ms"] = _changes(directory, repetitions)
     figures = {name: median(found) for name, found in samples.items()}
     document: dict[str, Any] = {
         "format": _FORMAT,

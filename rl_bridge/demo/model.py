@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.demo.learning import Policy, SampleBatch, SortTask
-from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.remote.client import RemoteEngine
 from rl_bridge.testing.installer_faults import Sabotage, Stage
@@ -127,7 +127,7 @@ class Sampler(ABC):
 
     name: str
     """For people."""
-    adapter: TransactionalAdapter | WeightInstallAdapter
+    adapter: TransactionalAdapter
     """How weights get into it."""
 
     def updated_over(self, transport: str) -> RolloutExecutor | RemoteEngine:
@@ -156,7 +156,9 @@ class ModuleSampler(Sampler):
         self.model = build_model(task, seed=model_seed)
         adapter = ModuleInstallAdapter(self.model, mode="copy", num_threads=1)
         self._sabotage = Sabotage(adapter, self.model)
-        self.adapter = self._sabotage.wrapped()
+        wrapped = self._sabotage.wrapped()
+        assert isinstance(wrapped, TransactionalAdapter)
+        self.adapter = wrapped
         self._generator = torch.Generator().manual_seed(seed)
 
     @contextmanager
