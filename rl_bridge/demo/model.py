@@ -19,8 +19,6 @@ from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.remote.client import RemoteEngine
 from rl_bridge.testing.installer_faults import Sabotage, Stage
 
-__all__ = ["CausalTransformer", "ModuleSampler", "Sampler", "build_model", "sample"]
-
 
 class Block(nn.Module):
     """Attention and a feed-forward layer, each behind its own norm."""

@@ -23,14 +23,6 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.remote.signing import Credentials
 
-__all__ = [
-    "Entry",
-    "Ledger",
-    "NonceBook",
-    "StateDirectory",
-    "Step",
-]
-
 _FILE = "state.db"
 # The lock is taken before the first access to the log: then it needs no shared memory.
 _SETTINGS = "PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL;"

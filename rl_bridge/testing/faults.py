@@ -33,21 +33,6 @@ from rl_bridge.transports.base import (
 from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
 from rl_bridge.transports.registry import transport_class
 
-__all__ = [
-    "Fault",
-    "FaultInjecting",
-    "HostIPC",
-    "HostVMM",
-    "InjectedFault",
-    "KillAt",
-    "Locate",
-    "Step",
-    "arena_address",
-    "die",
-    "flip_byte",
-    "published_address",
-]
-
 
 class InjectedFault(RuntimeError):
     """Raised by an injected fault; it is none of the bridge's own exceptions."""
