@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -38,15 +40,18 @@ def pytest_configure() -> None:
     """Have children begin with what the files import that their classes are found in."""
     from rl_bridge.testing import processes
 
-    # Not rl_bridge: a child imports it anew, or without its compiled module (tests.pure_python).
     processes.PRELOADED += ["hypothesis", "numpy", "pydantic", "pytest"]
+    # Where the compiled module is hidden (tests.pure_python), each child imports us by itself.
+    if not any(type(finder).__name__ == "Hidden" for finder in sys.meta_path):
+        processes.PRELOADED += ["rl_bridge.testing.peer"]
 
 
 def pytest_collection_finish() -> None:
     """Have what stays for all tests, so that no test takes it for its own."""
     from rl_bridge.testing import processes
 
-    processes.start_server()
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # to import this tree
+        processes.start_server()
     # Left out of every collection from here on: it would take most of its time.
     gc.collect()
     gc.freeze()

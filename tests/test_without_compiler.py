@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # does not depend on who reads the bytes, and takes most of the suites' time.
 LEFT_OUT = "not (fifty or killed or dead or hostile)"
 TRANSPORTS = ("tests/transports/test_shared_memory.py", "tests/transports/test_local_clone.py")
+MODULE = "tests/installers/test_module.py"
 TIMEOUT_S = 240.0
 
 
@@ -34,11 +35,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("chosen", "suites", "num"),
     [
-        (
-            "arrive or byte or undone or ties or tied",
-            (TRANSPORTS[0], "tests/installers/test_module.py"),
-            40,
-        ),
+        ("arrive and TestSealedMemory or byte_differs and TestCopy", (TRANSPORTS[0], MODULE), 5),
         pytest.param(LEFT_OUT, (*TRANSPORTS, "tests/installers"), 300, marks=pytest.mark.full),
     ],
     ids=["bytes", "whole suites"],

@@ -43,7 +43,8 @@ class TestSmallEngineByFile(small.TestSmallEngineByFile):
     """Fed by its own loader."""
 
 
-@pytest.mark.parametrize("by", ["refused", pytest.param("in an update", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("by", ["refused", "in an update"])
 def test_an_engine_that_was_started_anew_holds_no_version_until_it_gets_one(
     folder: Path, by: str
 ) -> None:
