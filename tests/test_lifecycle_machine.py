@@ -23,7 +23,7 @@ class LocalMachine(LifecycleMachine):
 
 
 @pytest.mark.parametrize("machine", [LifecycleMachine, AliasMachine, FlipMachine, LocalMachine])
-@pytest.mark.parametrize("num", [60, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num", [100, pytest.param(300, marks=pytest.mark.full)])
 def test_the_engine_is_always_at_its_version_or_torn(
     machine: type[LifecycleMachine], num: int
 ) -> None:

@@ -29,7 +29,7 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.full)])
 def test_without_a_gpu_it_says_blocked_and_the_cause(script: str, tmp_path: Path) -> None:
     if cuda_cause() is None:
         pytest.skip("a GPU is here")

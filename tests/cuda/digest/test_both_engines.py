@@ -46,14 +46,19 @@ def test_the_digests_of_the_normative_page_come_out_of_one_call(ask: Ask) -> Non
     assert ask("of_the_page") == [digest for *_, digest in VECTORS]
 
 
-@pytest.mark.parametrize("shift", [0, 16, 8, 4, 2, 1, 3])
+@pytest.mark.parametrize(
+    "shift", [0, 1, *(pytest.param(n, marks=pytest.mark.full) for n in (16, 8, 4, 2, 3))]
+)
 def test_small_tensors_of_each_size_and_alignment_are_digested_and_packed(
     ask: Ask, shift: int
 ) -> None:
     assert ask("of_sizes", rig.SMALL, [shift]) == []
 
 
-@pytest.mark.parametrize(("shift", "sizes"), [(0, rig.BORDERS), (1, [LEAF_NBYTES + 1])])
+@pytest.mark.parametrize(
+    ("shift", "sizes"),
+    [(1, [LEAF_NBYTES + 1]), pytest.param(0, rig.BORDERS, marks=pytest.mark.full)],
+)
 def test_tensors_around_the_end_of_a_leaf_are_digested_and_packed(
     ask: Ask, shift: int, sizes: list[int]
 ) -> None:
