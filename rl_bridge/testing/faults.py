@@ -21,15 +21,9 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.places import CPU_PLACE, Place
+from rl_bridge.memory.views import Attachment
 from rl_bridge.transports._slots import SlotPublisher
-from rl_bridge.transports.base import (
-    Attachment,
-    Availability,
-    Carried,
-    ConsumerEnd,
-    PublisherEnd,
-    Transport,
-)
+from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
 from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
 from rl_bridge.transports.registry import transport_class
 
