@@ -57,13 +57,7 @@ def update_id_of(given: object, *, caller: str) -> str:
 
 
 def checked_worker(source_worker: object) -> str:
-    """Check a worker's name.
-
-    Raises:
-        TypeError: it is no text.
-        ValueError: a text that cannot be sent.
-
-    """
+    """Check a worker's name."""
     if not isinstance(source_worker, str):
         kind = type(source_worker).__name__
         raise TypeError(f"source_worker is a {kind}, expected a name such as 'trainer-0'.")
@@ -76,12 +70,7 @@ def checked_worker(source_worker: object) -> str:
 
 
 def checked_observer(observer: Observer | None) -> Observer | None:
-    """Check what is called with transitions.
-
-    Raises:
-        TypeError: it cannot be called.
-
-    """
+    """Check what is called with transitions."""
     given: object = observer
     if given is not None and not callable(given):
         raise TypeError(f"observer={given!r}: expected a function of a transition, or None.")
@@ -89,13 +78,7 @@ def checked_observer(observer: Observer | None) -> Observer | None:
 
 
 def checked_rank(source_rank: object) -> int:
-    """Check a worker's rank; integers of any library's are taken.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is negative, or larger than any.
-
-    """
+    """Check a worker's rank; integers of any library's are taken."""
     try:
         rank = -1 if isinstance(source_rank, bool) else operator.index(source_rank)  # type: ignore[arg-type]  # that is what is tried
     except TypeError as error:
@@ -107,25 +90,14 @@ def checked_rank(source_rank: object) -> int:
 
 
 def checked_state_dir(state_dir: object) -> str | os.PathLike[str] | None:
-    """Check a publisher's state directory; nothing is looked up yet.
-
-    Raises:
-        TypeError: it is no path.
-
-    """
+    """Check a publisher's state directory; nothing is looked up yet."""
     if state_dir is None or isinstance(state_dir, str | os.PathLike):
         return state_dir
     raise TypeError(f"state_dir={state_dir!r}: expected the path of a directory, or None.")
 
 
 def check_options(kind: type[Transport], options: Iterable[str]) -> None:
-    """Check the names of a transport's options.
-
-    Raises:
-        TypeError: one that neither the transport nor the bridge has; the text names those there
-            are.
-
-    """
+    """Check the names of a transport's options."""
     known = _option_names(kind)
     unknown = [name for name in options if known is not None and name not in known]
     for name in unknown:
@@ -171,12 +143,7 @@ def as_manifest(given: object, *, caller: str) -> WeightUpdateManifest:
 
 
 def require_transport(manifest: WeightUpdateManifest, name: str) -> None:
-    """Refuse what another transport carries: its handle means nothing here.
-
-    Raises:
-        ForeignTransport: it is another one's.
-
-    """
+    """Refuse what another transport carries: its handle means nothing here."""
     if manifest.transport != name:
         msg = (
             f"version {manifest.weight_version} travels by {manifest.transport!r}, this bridge by "

@@ -114,12 +114,7 @@ class Order:
             raise StaleUpdate(msg)
 
     def check_newest(self, manifest: WeightUpdateManifest) -> None:
-        """Refuse to acknowledge an update that a later one has overtaken since its import.
-
-        Raises:
-            StaleUpdate: a later version of its publisher was acknowledged.
-
-        """
+        """Refuse to acknowledge an update that a later one has overtaken since its import."""
         if self._is_below_floor(manifest):
             msg = (
                 f"cannot acknowledge version {manifest.weight_version}: version "
@@ -789,12 +784,7 @@ def _checked_evidence(
 
 
 def _require_bytes(manifest: WeightUpdateManifest, attachment: Attachment) -> None:
-    """Read every byte, and compare with the manifest.
-
-    Raises:
-        ChecksumMismatch: a tensor's bytes are not what the manifest says.
-
-    """
+    """Read every byte, and compare with the manifest."""
     found = attachment.digests()
     if found != manifest.digests:
         found = attachment.refresh(manifest.digests, found)

@@ -229,12 +229,7 @@ class EngineState:
             raise
 
     def undo(self) -> None:
-        """Bring the engine back to the active version.
-
-        Raises:
-            TornEngine: it could not be brought back, or not to that.
-
-        """
+        """Bring the engine back to the active version."""
         self.adapter.undo()
         self.check_owner()
         if self._uncommitted is not None and self.active is not None:

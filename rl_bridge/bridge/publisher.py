@@ -231,12 +231,7 @@ class Publisher:
         return None if record is None else record.lifecycle.state
 
     def manifest(self, update_id: str) -> WeightUpdateManifest:
-        """The manifest of an update.
-
-        Raises:
-            UnknownUpdate: not one of the updates remembered here.
-
-        """
+        """The manifest of an update."""
         record = self._updates.get(update_id)
         if record is None:
             msg = f"unknown weight update {update_id}: this publisher did not publish it."

@@ -351,12 +351,7 @@ class Transaction:
 
 
 def _require_verified(manifest: WeightUpdateManifest, root: str) -> None:
-    """Take an engine's word that its processes verified an update, if it is about this one.
-
-    Raises:
-        ChecksumMismatch: it is not.
-
-    """
+    """Take an engine's word that its processes verified an update, if it is about this one."""
     if root != manifest.root:
         msg = (
             f"version {manifest.weight_version}: the engine's processes verified root {root!r}, "

@@ -88,12 +88,7 @@ _DECODER = json.JSONDecoder(
 
 
 def decode_json(text: str, start: int = 0) -> tuple[JSONValue, int]:
-    """Parse one JSON value at `start` and return it with the index after it.
-
-    Raises:
-        MalformedManifest: no JSON there, duplicate keys, NaN, or nesting that exhausts the stack.
-
-    """
+    """Parse one JSON value at `start` and return it with the index after it."""
     try:
         return _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
@@ -114,12 +109,7 @@ def _number(value: float, where: str) -> float:
 
 
 def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSONValue:
-    """Copy a JSON value into read-only form: mappings as proxies, lists as tuples.
-
-    Raises:
-        MalformedManifest: a value that JSON cannot carry, a key that is no string, too deep.
-
-    """
+    """Copy a JSON value into read-only form: mappings as proxies, lists as tuples."""
     if depth > _MAX_DEPTH:
         msg = f"{where}: nested deeper than {_MAX_DEPTH} levels. Flatten it."
         raise MalformedManifest(msg)

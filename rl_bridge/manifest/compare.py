@@ -7,21 +7,19 @@ dtype that lacks numbers which the one before it had, at the same width too: flo
 
 import logging
 from enum import StrEnum
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from rl_bridge.errors import SuspiciousUpdate
 from rl_bridge.manifest.digest import DIGEST_NBYTES, digests_differ
 from rl_bridge.manifest.dtypes import narrows
-from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.group import AnyManifest, GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 
 _LOG = logging.getLogger(__name__)
 _SHOWN = 5
-
-_AnyManifest = WeightUpdateManifest | GroupManifest
 
 
 class Policy(StrEnum):
@@ -37,29 +35,13 @@ class Policy(StrEnum):
         raise ValueError(f"suspicious={value!r} is no policy, expected one of {expected}.")
 
 
-class Kind(StrEnum):
-    """What is suspicious."""
-
-    NO_CHANGE = "no-change"
-    TRAINABLE_UNCHANGED = "trainable-unchanged"
-    DTYPE_NARROWED = "dtype-narrowed"
-
-
-class Finding(NamedTuple):
-    """One suspicious thing about an update; without names it concerns all tensors."""
-
-    kind: Kind
-    names: tuple[str, ...]
-    message: str
-
-
 def _some(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def look_for_suspicion(
-    policy: Policy, previous: _AnyManifest | None, update: _AnyManifest, *, is_part: bool = False
+    policy: Policy, previous: AnyManifest | None, update: AnyManifest, *, is_part: bool = False
 ) -> None:
     """Log what is suspicious about an update, such as that it changes nothing.
 
@@ -77,15 +59,14 @@ def look_for_suspicion(
         return
     findings = compare(previous, update, is_part=is_part)
     for finding in findings:
-        _LOG.warning("suspicious update: %s", finding.message)
+        _LOG.warning("suspicious update: %s", finding)
     if findings and policy is Policy.REJECT:
-        said = "; ".join(finding.message for finding in findings)
-        raise SuspiciousUpdate(said)
+        raise SuspiciousUpdate("; ".join(findings))
 
 
 def compare(
-    previous: _AnyManifest | None, update: _AnyManifest, *, is_part: bool = False
-) -> list[Finding]:
+    previous: AnyManifest | None, update: AnyManifest, *, is_part: bool = False
+) -> list[str]:
     """What is suspicious about `update` coming after `previous`; see `look_for_suspicion`."""
     if isinstance(previous, GroupManifest) and isinstance(update, GroupManifest):
         return _compare_groups(previous, update)
@@ -99,21 +80,20 @@ def compare(
         if update.root == previous.root:
             return [_no_change(previous, update)]
         findings = _of_trainable(version, _unchanged_trainable(previous, update))
-    names = narrowed(previous.table, update.table)
+    names = _narrowed(previous.table, update.table)
     if names:
         changes = tuple(
             f"{name} ({_dtype(previous.table, name)} to {_dtype(update.table, name)})"
             for name in names
         )
-        message = (
+        findings.append(
             f"{version} narrows the dtype of {len(names)} tensors: {_some(changes)}. "
             "Publish them as they were, or start a new publisher for the new wire dtype."
         )
-        findings.append(Finding(Kind.DTYPE_NARROWED, names, message))
     return findings
 
 
-def _compare_groups(previous: GroupManifest, update: GroupManifest) -> list[Finding]:
+def _compare_groups(previous: GroupManifest, update: GroupManifest) -> list[str]:
     # Only groups of one layout are compared: elsewhere digests say nothing about changes.
     if previous.layout_digest != update.layout_digest:
         return []
@@ -124,26 +104,25 @@ def _compare_groups(previous: GroupManifest, update: GroupManifest) -> list[Find
     return _of_trainable(_versions(previous, update), names)
 
 
-def _versions(previous: _AnyManifest, update: _AnyManifest) -> str:
+def _versions(previous: AnyManifest, update: AnyManifest) -> str:
     return f"version {update.weight_version} (after {previous.weight_version})"
 
 
-def _no_change(previous: _AnyManifest, update: _AnyManifest) -> Finding:
-    message = (
+def _no_change(previous: AnyManifest, update: AnyManifest) -> str:
+    return (
         f"{_versions(previous, update)} changes nothing: both have root {update.root}. Did the "
         "optimizer step, and is this the model that it stepped on?"
     )
-    return Finding(Kind.NO_CHANGE, (), message)
 
 
-def _of_trainable(version: str, unchanged: tuple[str, ...]) -> list[Finding]:
+def _of_trainable(version: str, unchanged: tuple[str, ...]) -> list[str]:
     if not unchanged:
         return []
     message = (
         f"{version}: {len(unchanged)} trainable tensors did not change: {_some(unchanged)}. Are "
         "these the trained weights, or the frozen base?"
     )
-    return [Finding(Kind.TRAINABLE_UNCHANGED, unchanged, message)]
+    return [message]
 
 
 def _unchanged_trainable(
@@ -168,7 +147,7 @@ def _unchanged_trainable(
     )
 
 
-def narrowed(before: TensorTable, after: TensorTable) -> tuple[str, ...]:
+def _narrowed(before: TensorTable, after: TensorTable) -> tuple[str, ...]:
     """Names whose dtype in `after` lacks numbers that the one in `before` has."""
     if before.dtypes == after.dtypes and before.names == after.names:
         return ()

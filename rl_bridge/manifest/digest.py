@@ -115,12 +115,7 @@ class RootPlan:
         self._starts = ends - 3 - 2 * DIGEST_NBYTES
 
     def root(self, digests: bytes) -> bytes:
-        """Root (16 bytes) of the update whose tensor digests are `digests`, in layout order.
-
-        Raises:
-            MalformedManifest: the block does not hold 16 bytes per tensor.
-
-        """
+        """Root (16 bytes) of the update whose tensor digests are `digests`, in layout order."""
         expected = self._num_digests * DIGEST_NBYTES
         if len(digests) != expected:
             msg = (

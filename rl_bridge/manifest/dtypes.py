@@ -94,12 +94,7 @@ def narrows(before: str, after: str) -> bool:
 
 
 def dtype_nbytes(dtype: str, *, tensor: str = "?") -> int:
-    """Item size in bytes of a wire dtype.
-
-    Raises:
-        UnknownDtype: the name is not in the table.
-
-    """
+    """Item size in bytes of a wire dtype."""
     try:
         return DTYPE_NBYTES[dtype]
     except (KeyError, TypeError):

@@ -66,12 +66,7 @@ class LeafIndex:
     """
 
     def __init__(self, table: TensorTable) -> None:
-        """Index the block that `table` says it has.
-
-        Raises:
-            MalformedManifest: a tensor of that name that cannot be the block.
-
-        """
+        """Index the block that `table` says it has."""
         self.row = table.rows[LEAVES]
         sizes = table.nbytes_column.astype(np.int64)
         self.counts = _counts(sizes)

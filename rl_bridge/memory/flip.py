@@ -19,12 +19,7 @@ class LiveRange:
     """A reserved range of addresses and the version that lies there now."""
 
     def __init__(self, arena_nbytes: int) -> None:
-        """Reserve room for an arena of `arena_nbytes`; nothing lies there yet.
-
-        Raises:
-            WeightBridgeUnavailableError: no address space left.
-
-        """
+        """Reserve room for an arena of `arena_nbytes`; nothing lies there yet."""
         self.nbytes = vm.round_up(max(arena_nbytes, 1))
         try:
             address = vm.reserve(self.nbytes)

@@ -364,13 +364,7 @@ class LeafSource:
 
 
 def checked_block(part: WeightUpdateManifest, block: bytes) -> bytes:
-    """The leaf list of `part`, if its tensors' digests are what it makes them.
-
-    Raises:
-        MalformedManifest: the part has no leaf list, or one of another size.
-        ChecksumMismatch: a tensor's digest is not that of its leaves.
-
-    """
+    """The leaf list of `part`, if its tensors' digests are what it makes them."""
     table = part.table
     index = leaf_index(table)
     if index is None or len(block) != index.nbytes:

@@ -94,12 +94,7 @@ class SegmentRef(BaseModel):
 
 
 def require_resources(error: OSError) -> None:
-    """Tell this process's own shortage from a segment that is gone.
-
-    Raises:
-        WeightBridgeUnavailableError: it is a shortage; the update is as good as before.
-
-    """
+    """Tell this process's own shortage from a segment that is gone."""
     if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}:
         msg = (
             f"this process cannot open or map shared memory now: {error}. Free some and try again."

@@ -142,12 +142,7 @@ def slot_segment_nbytes(arena_nbytes: int) -> int:
 
 
 def read_stamp(fd: int, ref: SegmentRef) -> Stamp:
-    """Read a slot's stamp through a descriptor (never through a mapping, which could be torn).
-
-    Raises:
-        SegmentError: the segment is too short or holds no stamp.
-
-    """
+    """Read a slot's stamp through a descriptor (never through a mapping, which could be torn)."""
     raw = os.pread(fd, _STAMP.size, ref.nbytes - vm.PAGE) if ref.nbytes >= vm.PAGE else b""
     stamp = parse_stamp(raw)
     if stamp is None:
@@ -259,12 +254,7 @@ class SlotRing:
                 slot.stamp(None, 0)
 
     def address_of(self, update_id: str) -> int:
-        """Address of a published update's first byte.
-
-        Raises:
-            SegmentError: it is not published here, or released.
-
-        """
+        """Address of a published update's first byte."""
         for slot in self._slots:
             if slot.update_id == update_id:
                 return slot.address

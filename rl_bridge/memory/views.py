@@ -97,12 +97,7 @@ def tensor_in(
 
 
 def anonymous_pin(nbytes: int) -> Pin:
-    """Fresh zero-filled memory of this process, given back when its last tensor dies.
-
-    Raises:
-        WeightBridgeUnavailableError: no memory.
-
-    """
+    """Fresh zero-filled memory of this process, given back when its last tensor dies."""
     nbytes = vm.round_up(max(nbytes, 1))
     try:
         address = vm.map_anonymous(nbytes)
@@ -389,12 +384,7 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
 
     @property
     def pin(self) -> Pin:
-        """The memory behind it.
-
-        Raises:
-            WeightUpdateRejectedError: the update was refused or undone, and its memory given back.
-
-        """
+        """The memory behind it."""
         if self.held is None:
             msg = "these are the tensors of an update that was refused or undone: they are gone."
             raise WeightUpdateRejectedError(msg)

@@ -197,11 +197,6 @@ def test_an_unknown_option_names_those_there_are(option: str, meant: str) -> Non
         assert known in str(told.value)
 
 
-def test_an_option_of_another_transport_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"'directory' is no option of transport 'local-clone'"):
-        make_weight_bridge("local-clone", directory="/dev/shm")
-
-
 # ---- transports ---------------------------------------------------------------------------------
 
 

@@ -18,9 +18,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.lifecycle import Event, State
 from rl_bridge.testing.leaks import Holdings
-from rl_bridge.testing.strategies import bytes_of
 from tests.bridge.engines import linear_weights, publish
-from tests.helpers import weights
 
 # ---- what import gives --------------------------------------------------------------------------
 
@@ -65,21 +63,6 @@ def test_versions_that_were_only_imported_may_come_in_any_order(
     assert consumer.active_weight_version == 2
 
 
-def test_the_last_acknowledged_update_can_be_imported_again_after_its_release(
-    publisher: TensorBridge, consumer: TensorBridge
-) -> None:
-    manifest = publish(publisher, 1)
-    for _ in range(3):
-        assert bytes_of(consumer.import_update(manifest)["layer.bias"]) == bytes_of(
-            weights(1)["layer.bias"]
-        )
-        consumer.acknowledge(manifest.update_id)
-        active = [consumer.active_update_id]
-        consumer.release(manifest.update_id)
-        assert [*active, consumer.active_update_id] == [manifest.update_id, None]
-        assert consumer.active_weight_version == 1
-
-
 def test_an_update_that_was_imported_and_released_may_come_again(
     publisher: TensorBridge, consumer: TensorBridge
 ) -> None:
@@ -102,17 +85,6 @@ def test_rejecting_twice_keeps_the_first_reason(
     consumer.reject(manifest.update_id, "first")
     consumer.reject(manifest.update_id, "second")
     assert consumer.rejection_reason(manifest.update_id) == "first"
-
-
-def test_an_acknowledged_update_cannot_be_rejected(
-    publisher: TensorBridge, consumer: TensorBridge
-) -> None:
-    manifest = publish(publisher, 1)
-    consumer.import_update(manifest)
-    consumer.acknowledge(manifest.update_id)
-    with pytest.raises(IllegalTransition, match="cannot reject"):
-        consumer.reject(manifest.update_id, "too late")
-    assert consumer.active_update_id == manifest.update_id
 
 
 def test_fine_steps_of_an_unknown_update_are_refused(consumer: TensorBridge) -> None:

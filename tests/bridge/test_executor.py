@@ -408,18 +408,6 @@ def test_closing_closes_the_bridge_although_the_adapter_fails(
     assert report.presence == "gone"
 
 
-def test_a_second_executor_on_a_bridge_is_refused_until_the_first_is_closed(
-    trainer: TensorBridge,
-) -> None:
-    first = executor_on(trainer)
-    with pytest.raises(WeightBridgeUnavailableError, match="serves another RolloutExecutor"):
-        executor_on(trainer)
-    first.close()
-    executor_on(trainer).update_weights(
-        trainer.publish({"weight": torch.ones(4)}, weight_version=1)
-    )
-
-
 def test_an_executor_on_a_publishing_bridge_leaves_its_updates_to_other_readers(
     trainer: TensorBridge,
 ) -> None:

@@ -1,6 +1,5 @@
 """Publishing: a sealed snapshot, and a number that is used up only by success."""
 
-import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.lifecycle import Event, Role, Transition
 from rl_bridge.testing.strategies import bytes_of
-from tests.bridge.engines import fours, publish
+from tests.bridge.engines import fours
 from tests.helpers import weights
 
 # ---- what a publication is ----------------------------------------------------------------------
@@ -191,15 +190,6 @@ def test_an_observer_may_publish_from_inside_a_publication() -> None:
         outer = trainer.publish(fours(1), weight_version=1)
         for manifest, value in ((outer, 1.0), (inner[0], 2.0)):
             assert trainer.import_update(manifest)["weight"].tolist() == [value] * 4
-
-
-def test_a_bridge_that_is_dropped_gives_its_state_directory_back(tmp_path: Path) -> None:
-    bridge = make_weight_bridge("local", state_dir=tmp_path)
-    assert publish(bridge, 1)
-    del bridge
-    gc.collect()
-    with make_weight_bridge("local", state_dir=tmp_path) as other:
-        assert publish(other, 2)
 
 
 def test_an_unknown_update_is_said_to_be_unknown(bridge: TensorBridge) -> None:

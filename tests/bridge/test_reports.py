@@ -47,18 +47,6 @@ def test_an_acknowledgement_without_a_proof_says_what_it_rests_on(publisher: Ten
         assert only(publisher, manifest).proof == {"method": "import"}
 
 
-def test_a_rejection_before_import_is_seen_too(publisher: TensorBridge) -> None:
-    manifest = publish(publisher, 1)
-    with make_weight_bridge(publisher.transport, source_worker="picky") as consumer:
-        consumer.reject(manifest, "no room for it")
-        report = only(publisher, manifest)
-        assert (report.worker, report.state, report.reason) == (
-            "picky",
-            "rejected",
-            "no room for it",
-        )
-
-
 def test_reporting_to_a_publisher_that_is_gone_is_no_error(transport: str) -> None:
     publisher = make_weight_bridge(transport)
     manifest = publish(publisher, 1)
@@ -252,19 +240,6 @@ def test_a_publisher_hears_of_an_update_that_was_rejected_before_it_came(
         consumer.import_update(manifest)
     (report,) = publisher.holders(manifest.update_id)
     assert (report.state, report.weight_version) == ("rejected", 1)
-
-
-def test_a_replayed_manifest_does_not_change_what_its_publisher_knows(
-    publisher: TensorBridge, consumer: TensorBridge
-) -> None:
-    first, second = publish(publisher, 1), publish(publisher, 2)
-    for manifest in (first, second):
-        consumer.import_update(manifest)
-        consumer.acknowledge(manifest.update_id)
-    with pytest.raises(StaleUpdate):
-        consumer.import_update(first)
-    (report,) = publisher.holders(first.update_id)
-    assert report.state == "acknowledged"
 
 
 def test_a_tensor_that_dies_while_a_report_is_written_is_reported_behind_it(
