@@ -117,6 +117,8 @@ CONSUMER: Final = MappingProxyType(
         State.INSTALLED: MappingProxyType(
             {
                 Event.ACKNOWLEDGE: State.ACKNOWLEDGED,
+                # This machine was only short of something: the update may come again.
+                Event.UNDO: State.STAGED,
                 Event.TEAR: State.TORN,
                 Event.REJECT: State.REJECTED,
             }

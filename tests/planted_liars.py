@@ -247,7 +247,7 @@ class Forgets(ModuleInstallAdapter):
     """Undoes nothing."""
 
     def undo(self) -> None:
-        self._mode.commit()
+        self.commit()
 
 
 class Believes(ModuleInstallAdapter):

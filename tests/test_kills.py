@@ -109,6 +109,10 @@ class Victim:
         self.sabotage.plan(Stage.AFTER_PROOF)
         self.executor.update_weights(manifest)
 
+    def run_short_installed(self, manifest: str, update_id: str) -> None:
+        self.sabotage.plan(Stage.AFTER_PROOF, action=_run_short)
+        self.executor.update_weights(manifest)
+
     def tear_staged(self, manifest: str, update_id: str) -> None:
         self.sabotage.fails_undo = True
         self.fail_staged(manifest, update_id)
@@ -129,6 +133,10 @@ class Victim:
         self.executor.update_weights(manifest)
 
 
+def _run_short() -> None:
+    raise MemoryError
+
+
 CONSUMER_MOVES: dict[Move, str] = {
     (State.ANNOUNCED, Event.IMPORT): "install",
     (State.ANNOUNCED, Event.REJECT): "reject_unseen",
@@ -147,6 +155,7 @@ CONSUMER_MOVES: dict[Move, str] = {
     (State.INSTALLED, Event.ACKNOWLEDGE): "install",
     (State.INSTALLED, Event.TEAR): "tear_installed",
     (State.INSTALLED, Event.REJECT): "fail_installed",
+    (State.INSTALLED, Event.UNDO): "run_short_installed",
     (State.ACKNOWLEDGED, Event.RELEASE): "install_and_release",
     (State.TORN, Event.UNDO): "recover_torn",
     (State.TORN, Event.INSTALL): "install_torn",

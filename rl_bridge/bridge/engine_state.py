@@ -182,7 +182,9 @@ class EngineState:
         self.changing = None
         was_torn = manifest.update_id in self.torn_by
         state = self.consumer.state(manifest.update_id)
-        if may_come_again and state is State.STAGED:
+        if may_come_again and not was_torn and state in {State.STAGED, State.INSTALLED}:
+            if state is State.INSTALLED:
+                self.consumer.advance(manifest.update_id, Event.UNDO)
             self._give_back(manifest)
         elif not was_torn or state is State.INSTALLED:
             self._reject(manifest, f"rollout weight install failed: {describe(error)}")

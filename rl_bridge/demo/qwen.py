@@ -10,15 +10,16 @@ import importlib
 import io
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rl_bridge.demo.learning import LearnerConfig, Policy, SortTask
+from rl_bridge.demo.learning import LearnerConfig, Policy, SampleBatch, SortTask
 from rl_bridge.demo.model import Sampler
 from rl_bridge.engines.staging import Exchange, Staged
 from rl_bridge.errors import WeightBridgeUnavailableError
@@ -90,6 +91,14 @@ def build_qwen(task: SortTask, seed: int) -> QwenPolicy:
     return QwenPolicy(model, task)
 
 
+class Answer(NamedTuple):
+    """What an engine answered to a prompt."""
+
+    tokens: Sequence[int]
+    log_probs: list[float]  # of each token
+    label: str | None  # the version of the weights that made it; None if the engine tells none
+
+
 class EngineSampler(Sampler):
     """An engine that serves the Qwen3."""
 
@@ -125,6 +134,33 @@ class EngineSampler(Sampler):
     def _start(self, checkpoint: str, seed: int) -> str:
         """Start the engine from a checkpoint, and return its version."""
 
+    @abstractmethod
+    def _answers(self, prompts: list[list[int]], group_size: int) -> list[Answer]:
+        """Draw that many answers to each prompt, one prompt after the other."""
+
+    @abstractmethod
+    def _plant(self, *, is_armed: bool) -> None:
+        """Call `plant_fault` in the process that has the weights."""
+
+    def sample(self, *, num_groups: int, group_size: int) -> SampleBatch:
+        """See `Sampler`."""
+        prompts = self._task.prompts(num_groups, self._generator)
+        answers = self._answers(prompts.tolist(), group_size)
+        drawn = torch.tensor([answer.tokens for answer in answers])
+        tokens = torch.cat([prompts.repeat_interleave(group_size, dim=0), drawn], dim=1)
+        log_probs = torch.tensor([answer.log_probs for answer in answers])
+        labels = Counter(answer.label for answer in answers if answer.label is not None)
+        return SampleBatch.graded(self._task, tokens, log_probs, group_size, labels)
+
+    @contextmanager
+    def failing_half_way(self) -> Iterator[None]:
+        """See `Sampler`."""
+        self._plant(is_armed=True)
+        try:
+            yield
+        finally:
+            self._plant(is_armed=False)
+
 
 def version_label(spans: list[tuple[int, int, object]], num_tokens: int) -> str:
     """The version label of an output, which must reach from its first token to its last.
@@ -139,23 +175,20 @@ def version_label(spans: list[tuple[int, int, object]], num_tokens: int) -> str:
     return f"in parts: {spans}"
 
 
-@contextmanager
-def failing_exchange() -> Iterator[None]:
-    """Within this context, every exchange of a model's weights in this process fails half-way.
+# ---- the planted fault ---------------------------------------------------------------------------
 
-    Half of the exchange has really been made when it does: the serving model is a mixture.
-    """
-    apply = Exchange.apply
+_apply = Exchange.apply
 
-    def apply_half(exchange: Exchange, staged: Staged) -> None:
-        steps = len(staged.tensors) + len(staged.attributes)
-        half = steps // 2
-        tensors = staged.tensors[:half]
-        apply(exchange, Staged(tensors, staged.attributes[: half - len(tensors)]))
-        raise EngineFault(f"the engine failed after {half} of {steps} exchanges")
 
-    Exchange.apply = apply_half  # type: ignore[method-assign,assignment]  # the planted fault
-    try:
-        yield
-    finally:
-        Exchange.apply = apply  # type: ignore[method-assign]
+def _apply_half(exchange: Exchange, staged: Staged) -> None:
+    """Fail when half of the exchange has really been made: the serving model is a mixture."""
+    steps = len(staged.tensors) + len(staged.attributes)
+    half = steps // 2
+    tensors = staged.tensors[:half]
+    _apply(exchange, Staged(tensors, staged.attributes[: half - len(tensors)]))
+    raise EngineFault(f"the engine failed after {half} of {steps} exchanges")
+
+
+def plant_fault(*, is_armed: bool) -> None:
+    """Let every exchange of weights in this process fail half-way from now on, or none."""
+    Exchange.apply = _apply_half if is_armed else _apply  # type: ignore[method-assign]

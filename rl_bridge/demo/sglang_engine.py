@@ -2,16 +2,13 @@
 
 import importlib
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_bridge.demo.learning import SampleBatch
-from rl_bridge.demo.qwen import MAX_SEQUENCES, EngineSampler, failing_exchange, vocabulary_size
+from rl_bridge.demo.qwen import MAX_SEQUENCES, Answer, EngineSampler, plant_fault, vocabulary_size
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.testing.installer_faults import EngineFault
@@ -62,15 +59,6 @@ class SGLangSampler(EngineSampler):
         self.adapter = SGLangInstallAdapter(self._engine)
         return str(sglang.__version__)
 
-    @contextmanager
-    def failing_half_way(self) -> Iterator[None]:
-        """See `Sampler`."""
-        self._plant(is_armed=True)
-        try:
-            yield
-        finally:
-            self._plant(is_armed=False)
-
     def _plant(self, *, is_armed: bool) -> None:
         engine, named = self._engine, [(NAME, torch.tensor([float(is_armed)]))]
         steps = (
@@ -85,10 +73,8 @@ class SGLangSampler(EngineSampler):
                     f"SGLang did not take the demo's fault: {said}. Look at what it printed."
                 )
 
-    def sample(self, *, num_groups: int, group_size: int) -> SampleBatch:
-        """See `Sampler`."""
+    def _answers(self, prompts: list[list[int]], group_size: int) -> list[Answer]:
         task = self._task
-        prompts = task.prompts(num_groups, self._generator).repeat_interleave(group_size, dim=0)
         sampling = {
             "temperature": 1.0,
             "max_new_tokens": task.num_digits,
@@ -96,18 +82,18 @@ class SGLangSampler(EngineSampler):
             "logit_bias": dict.fromkeys(map(str, range(task.base, vocabulary_size(task))), _NEVER),
         }
         answers = self._engine.generate(
-            input_ids=prompts.tolist(), sampling_params=sampling, return_logprob=True
+            input_ids=[prompt for prompt in prompts for _ in range(group_size)],
+            sampling_params=sampling,
+            return_logprob=True,
         )
-        drawn = torch.tensor([answer["output_ids"] for answer in answers])
-        log_probs = torch.tensor(
-            [
-                [float(log_prob) for log_prob, *_ in answer["meta_info"]["output_token_logprobs"]]
-                for answer in answers
-            ]
-        )
-        labels = Counter(_label(answer["meta_info"]) for answer in answers)
-        tokens = torch.cat([prompts, drawn], dim=1)
-        return SampleBatch.graded(task, tokens, log_probs, group_size, labels)
+        return [
+            Answer(
+                answer["output_ids"],
+                [float(number) for number, *_ in answer["meta_info"]["output_token_logprobs"]],
+                _label(answer["meta_info"]),
+            )
+            for answer in answers
+        ]
 
     def close(self) -> None:
         """See `Sampler`."""
@@ -122,8 +108,6 @@ def _label(meta: dict[str, Any]) -> str:
 
 
 # ---- the planted fault, in the engine's scheduler process ---------------------------------------
-
-_planted = ExitStack()
 
 
 def plant(model: Any, named: list[tuple[str, Tensor]]) -> None:
@@ -141,10 +125,9 @@ def plant(model: Any, named: list[tuple[str, Tensor]]) -> None:
         raise EngineFault(msg)
     # On the instance it hides the class's own, which is what comes back.
     vars(model).pop("load_weights", None)
-    _planted.close()
+    plant_fault(is_armed=bool(is_armed.item()))
     if not is_armed.item():
         return
-    _planted.enter_context(failing_exchange())
     load = model.load_weights
 
     def load_half(weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -13,17 +13,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
-from rl_bridge.demo.learning import SampleBatch, SortTask
-from rl_bridge.demo.qwen import MAX_SEQUENCES, EngineSampler, failing_exchange, version_label
+from rl_bridge.demo.learning import SortTask
+from rl_bridge.demo.qwen import MAX_SEQUENCES, Answer, EngineSampler, plant_fault, version_label
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.engines.vllm.plugin import register
 from rl_bridge.errors import EngineLost
@@ -76,42 +73,24 @@ class VLLMSampler(EngineSampler):
         self._params = vllm.SamplingParams
         return str(vllm.__version__)
 
-    def failing_half_way(self) -> AbstractContextManager[None]:
-        """See `Sampler`."""
-        return failing_exchange()
+    def _plant(self, *, is_armed: bool) -> None:
+        plant_fault(is_armed=is_armed)
 
-    def sample(self, *, num_groups: int, group_size: int) -> SampleBatch:
-        """See `Sampler`."""
-        prompts = self._task.prompts(num_groups, self._generator).tolist()
+    def _answers(self, prompts: list[list[int]], group_size: int) -> list[Answer]:
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             self._params(n=group_size, detokenize=False, **_sampling(self._task)),
             use_tqdm=False,
         )
-        answers = [
-            (prompt, answer)
-            for prompt, output in zip(prompts, outputs, strict=True)
-            for answer in output.outputs
-        ]
-        tokens = torch.tensor([[*prompt, *answer.token_ids] for prompt, answer in answers])
-        log_probs = torch.tensor(
-            [
-                [
-                    float(among[token].logprob)
-                    for token, among in zip(answer.token_ids, answer.logprobs, strict=True)
-                ]
-                for _, answer in answers
-            ]
-        )
-        labels = Counter(
-            version_label(
-                [(span.start, span.end, span.version) for span in answer.weight_versions or []],
-                len(answer.token_ids),
-            )
-            for _, answer in answers
-            if hasattr(answer, "weight_versions")  # vLLM labels outputs since 0.32
-        )
-        return SampleBatch.graded(self._task, tokens, log_probs, group_size, labels)
+        return [self._answer(answer) for output in outputs for answer in output.outputs]
+
+    def _answer(self, answer: Any) -> Answer:
+        tokens, label = list(answer.token_ids), None
+        if hasattr(answer, "weight_versions"):  # vLLM labels outputs since 0.32
+            spans = answer.weight_versions or []
+            label = version_label([(s.start, s.end, s.version) for s in spans], len(tokens))
+        among = zip(tokens, answer.logprobs, strict=True)
+        return Answer(tokens, [float(made[token].logprob) for token, made in among], label)
 
     def close(self) -> None:
         """See `Sampler`."""
@@ -125,7 +104,6 @@ _AT_ONCE: Final = 64
 _REQUEST_TIMEOUT_S: Final = 50.0
 _START_TIMEOUT_S: Final = 240.0
 _STOP_TIMEOUT_S: Final = 20.0
-_planted = ExitStack()
 
 
 class DemoWorker:
@@ -136,9 +114,7 @@ class DemoWorker:
 
     def rl_bridge_fail_half_way(self, is_armed: int) -> None:
         """Let every install fail half-way from now on, or none."""
-        _planted.close()
-        if is_armed:
-            _planted.enter_context(failing_exchange())
+        plant_fault(is_armed=bool(is_armed))
 
 
 class VLLMServerSampler(EngineSampler):
@@ -203,50 +179,21 @@ class VLLMServerSampler(EngineSampler):
         sidecar.wait_until(engine.status)
         return engine
 
-    @contextmanager
-    def failing_half_way(self) -> Iterator[None]:
-        """See `Sampler`."""
-        self._plant(is_armed=True)
-        try:
-            yield
-        finally:
-            self._plant(is_armed=False)
-
     def _plant(self, *, is_armed: bool) -> None:
         method = DemoWorker.rl_bridge_fail_half_way.__name__
         self._call("POST", "/collective_rpc", json={"method": method, "args": [int(is_armed)]})
 
-    def sample(self, *, num_groups: int, group_size: int) -> SampleBatch:
-        """See `Sampler`; all prompts are asked at once."""
-        prompts = self._task.prompts(num_groups, self._generator).tolist()
+    def _answers(self, prompts: list[list[int]], group_size: int) -> list[Answer]:
+        """All prompts are asked at once."""
         sampling = {**_sampling(self._task), "n": group_size}
 
-        def ask(prompt: list[int]) -> list[dict[str, Any]]:
+        def ask(prompt: list[int]) -> list[Answer]:
             # (Without seeds: vLLM ends for one of them on the CPU.)
             body = {"token_ids": prompt, "sampling_params": sampling}
             choices = self._call("POST", "/inference/v1/generate", json=body)["choices"]
-            return sorted(choices, key=lambda choice: int(choice["index"]))
+            return [_answer(made) for made in sorted(choices, key=lambda one: int(one["index"]))]
 
-        answers = [
-            (prompt, choice)
-            for prompt, choices in zip(prompts, self._threads.map(ask, prompts), strict=True)
-            for choice in choices
-        ]
-        tokens = torch.tensor([[*prompt, *choice["token_ids"]] for prompt, choice in answers])
-        log_probs = torch.tensor(
-            [[one["logprob"] for one in choice["logprobs"]["content"]] for _, choice in answers]
-        )
-        labels = Counter(
-            version_label(
-                [
-                    (span["start"], span["end"], span["version"])
-                    for span in choice.get("weight_versions") or []
-                ],
-                len(choice["token_ids"]),
-            )
-            for _, choice in answers
-        )
-        return SampleBatch.graded(self._task, tokens, log_probs, group_size, labels)
+        return [answer for answers in self._threads.map(ask, prompts) for answer in answers]
 
     def close(self) -> None:
         """See `Sampler`; the side-car ends first."""
@@ -260,6 +207,15 @@ class VLLMServerSampler(EngineSampler):
             raise EngineLost(f"the server did not answer {path}: {error}") from error
         answered = reply.json() if reply.content else {}
         return answered if isinstance(answered, dict) else {}
+
+
+def _answer(choice: dict[str, Any]) -> Answer:
+    tokens, spans = choice["token_ids"], choice.get("weight_versions") or []
+    return Answer(
+        tokens,
+        [one["logprob"] for one in choice["logprobs"]["content"]],
+        version_label([(one["start"], one["end"], one["version"]) for one in spans], len(tokens)),
+    )
 
 
 _PR_SET_PDEATHSIG: Final = 1

@@ -23,6 +23,7 @@ from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rpc import EngineClient, Replies
 from rl_bridge.engines.serving import Serving, ServingOptions
 from rl_bridge.engines.session import second_driver_error
+from rl_bridge.engines.shards import Shard, check_covered, parse_shards, part_digests
 from rl_bridge.errors import (
     EngineLost,
     ProofFailed,
@@ -57,15 +58,8 @@ class Loader:
         del manifest, tensors
         return {}
 
-    def prepared(self, manifest: WeightUpdateManifest, replies: Replies) -> None:
-        """Take note of what the ranks answered to `prepare`."""
-
-    def load(
-        self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
-    ) -> Mapping[str, Any]:
-        """Feed the engine's own loader; returns what the ranks need for their proof."""
-        del manifest, tensors
-        return {}
+    def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Feed the engine's own loader."""
 
     def abort(self, *, left: bool) -> None:
         """End what `load` may have left open; if `left`, the `load` of another driver."""
@@ -127,10 +121,12 @@ class EngineDriver(TransactionalAdapter):
         self.imports_itself = self._loader.imports
         self._takes_over = take_over
         self._step = _Step.IDLE
-        self._ran = False  # requests may have run with an update that is not committed
+        self._may_have_served = False  # requests may have run with an update that is not committed
         self._manifest: WeightUpdateManifest | None = None
         self._refusal: str | None = None  # a rank's; None: the update may come again
         self._held = ""  # what the ranks hold, in words
+        self._layout: tuple[str, int] | None = None  # whose parts are known, and in which session
+        self._shards: list[list[Shard]] = []  # the parts that each rank takes
         self._proofs: list[dict[str, Any]] = []
         self._phases_ms: dict[str, float] = {}
 
@@ -160,38 +156,49 @@ class EngineDriver(TransactionalAdapter):
         """
         self._phases_ms = self.phases_ms = dict[str, float]()
         self.verified_root, self._refusal = "", None
-        self._enter()
+        self._ensure_session()
         given = dict(self._loader.prepare(manifest, tensors))
         given |= {"manifest": manifest.to_json(), "options": self._options}
+        # Another engine may be there in another session.
+        layout = (manifest.table.digest, self._client.epoch)
+        given |= {"imports": self.imports_itself, "shards": layout != self._layout}
         self._step, self._manifest = _Step.PREPARED, manifest
         try:
-            replies = self._client.ask("prepare", imports=self.imports_itself, **given)
+            replies = self._client.ask("prepare", **given)
+            if layout != self._layout:
+                self._shards = [parse_shards(reply["shards"], manifest) for reply in replies]
+                check_covered(manifest, self._shards)
+                self._layout = layout
         except Exception as error:
-            self._refusal = self._refusal_of(error)
+            self._refusal, self._layout = self._refusal_of(error), None
             raise
         if self.imports_itself:  # else the executor's own verification has that name
             slowest = max(reply["timings_ms"].get("verify", 0.0) for reply in replies)
             self._phases_ms["verify"] = slowest
             roots = {reply["verified"] for reply in replies}
             self.verified_root = roots.pop() if len(roots) == 1 else ""
-        self._loader.prepared(manifest, replies)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Pause, then install and prove on all ranks or on none; after a failure all are back."""
         self._manifest = manifest
         self._timed("pause", self._serving.stop)
         self._step = _Step.BEGUN
-        self._ran |= not self._serving.pauses
+        self._may_have_served |= not self._serving.pauses
         replies = self._client.ask("install", update_id=manifest.update_id)
         if not self.imports_itself:
-            evidence = self._loader.load(manifest, tensors)
-            replies = self._client.ask("prove", update_id=manifest.update_id, **evidence)
+            # Made of the bytes that the executor verified: no manifest has digests of parts.
+            parts = [
+                [one.hex() for one in part_digests(manifest, tensors, shards, num_threads=None)]
+                for shards in self._shards
+            ]
+            self._loader.load(manifest, tensors)
+            replies = self._client.ask("prove", update_id=manifest.update_id, parts=parts)
         self._proofs = [reply["proof"] for reply in replies]
         self._phases_ms["prove"] = max(reply["timings_ms"]["prove"] for reply in replies)
 
     def prove(self) -> InstallProof:
         """What all ranks found in their models when they installed."""
-        return _joined(self._proofs)
+        return _joined_proof(self._proofs)
 
     def resume(self) -> None:
         """Drop what the old weights cached, set the label, and let requests go on."""
@@ -202,7 +209,7 @@ class EngineDriver(TransactionalAdapter):
         self._client.ask("serves", update_id=self._manifest.update_id)
         if label is not None:
             self._timed("label", lambda: self._serving.set_label(label))
-        self._ran = True
+        self._may_have_served = True
         self._serving.go_on()
 
     def undo(self) -> None:
@@ -210,7 +217,7 @@ class EngineDriver(TransactionalAdapter):
         try:
             if self._step is _Step.BEGUN:
                 self._client.ask("describe", within_s=_LIFE_S)  # a dead engine is told early
-                self._back(left=False)
+                self._undo_on_ranks(left=False)
             self.abandon()
         except EngineLost as error:
             raise TornEngine(str(error)) from error
@@ -234,8 +241,8 @@ class EngineDriver(TransactionalAdapter):
         self._serving.keep_label()
         self._client.ask("commit", update_id=self._manifest.update_id)
         self._serving.forget()
-        self._held = _words(self._manifest.weight_version)
-        self._over(installed=True)
+        self._held = _describe_version(self._manifest.weight_version)
+        self._end_update(installed=True)
 
     def take_over(self) -> bool:
         """Take the engine from whichever driver has it, and end what was left half-way.
@@ -248,10 +255,10 @@ class EngineDriver(TransactionalAdapter):
             Whether the engine was another driver's or nobody's: what it holds is not known here.
 
         """
-        replies = self._look()
-        is_new = not self._has(replies)
+        replies = self._describe_ranks()
+        is_new = not self._has_session(replies)
         if is_new:
-            replies = self._open(replies, take_over=True)
+            replies = self._open_session(replies, take_over=True)
         self._end_left(replies)
         return is_new
 
@@ -279,7 +286,7 @@ class EngineDriver(TransactionalAdapter):
 
     # ---- the session ----------------------------------------------------------------------------
 
-    def _look(self) -> Replies:
+    def _describe_ranks(self) -> Replies:
         """What the ranks say of themselves. An engine that does not answer is told early."""
         self._client.require_alone()
         replies = self._client.ask("describe", within_s=_LIFE_S)
@@ -293,15 +300,15 @@ class EngineDriver(TransactionalAdapter):
                 "them."
             )
             raise WeightBridgeUnavailableError(msg)
-        self._held = _words(replies[0]["weight_version"])
+        self._held = _describe_version(replies[0]["weight_version"])
         return replies
 
-    def _has(self, replies: Replies) -> bool:
+    def _has_session(self, replies: Replies) -> bool:
         """Whether this driver has all ranks, in one session."""
         mine = (self._client.driver, self._client.epoch)
         return all((reply["driver"], reply["epoch"]) == mine for reply in replies)
 
-    def _open(self, replies: Replies, *, take_over: bool) -> Replies:
+    def _open_session(self, replies: Replies, *, take_over: bool) -> Replies:
         others = [r for r in replies if r["driver"] not in {"", self._client.driver}]
         self._client.is_lost = True
         if others and not take_over:
@@ -314,16 +321,16 @@ class EngineDriver(TransactionalAdapter):
         except BaseException:
             self._client.epoch = before  # ranks that have opened it know this driver by its id
             raise
-        self._step, self._manifest, self._ran = _Step.IDLE, None, False
+        self._step, self._manifest, self._may_have_served = _Step.IDLE, None, False
         self._serving.forget()
         self._takes_over = False
-        return self._look()
+        return self._describe_ranks()
 
-    def _enter(self) -> None:
+    def _ensure_session(self) -> None:
         """Have the engine, with nothing left in it, before the next update."""
-        replies = self._look()
-        if not self._has(replies):
-            replies = self._open(replies, take_over=self._takes_over)
+        replies = self._describe_ranks()
+        if not self._has_session(replies):
+            replies = self._open_session(replies, take_over=self._takes_over)
         self._end_left(replies)
 
     # ---- what is left half-way ------------------------------------------------------------------
@@ -334,17 +341,17 @@ class EngineDriver(TransactionalAdapter):
         is_due = self._step is _Step.BEGUN  # an undo of this driver's own that failed
         if is_due or _is_mixture(replies):
             _LOG.warning("an update was left half-way: it is taken back")
-            self._ran |= not is_due
+            self._may_have_served |= not is_due
             self._step = _Step.BEGUN
-            self._back(left=any(reply["loads"] for reply in replies))
+            self._undo_on_ranks(left=any(reply["loads"] for reply in replies))
         elif any(reply["manifest"] for reply in replies):
-            self._forward(replies)
+            self._commit_left(replies)
         elif any(reply["pending"] for reply in replies):
             self._client.ask("abandon", reason=None)
         self._serving.end_pause()
         self._step, self._manifest = _Step.IDLE, None
 
-    def _forward(self, replies: Replies) -> None:
+    def _commit_left(self, replies: Replies) -> None:
         """Commit what all ranks hold, proven; a driver that finds it may have to serve it first."""
         text = next(reply["manifest"] for reply in replies if reply["manifest"])
         manifest = WeightUpdateManifest.from_json(text)
@@ -356,20 +363,21 @@ class EngineDriver(TransactionalAdapter):
         self._manifest = manifest
         self.commit()
 
-    def _back(self, *, left: bool) -> None:
+    def _undo_on_ranks(self, *, left: bool) -> None:
         """Take the update back. Weights last: a successor only looks for old weights."""
-        if self._ran:
+        if self._may_have_served:
             self._serving.stop(undoes=True)  # again: it is not known whether the engine goes on
             self._serving.drop_undone()
         self._serving.take_label_back()
         self._loader.abort(left=left)
-        self._client.ask("undo", reason="undone by the executor")
-        if self._ran and not self._serving.pauses:
+        # Nothing is said against the update: what is wrong with it, its executor tells.
+        self._client.ask("undo", reason=None)
+        if self._may_have_served and not self._serving.pauses:
             self._serving.drop_undone()  # requests went on until here
-        self._over(installed=False)
+        self._end_update(installed=False)
 
-    def _over(self, *, installed: bool) -> None:
-        self._step, self._manifest, self._ran = _Step.IDLE, None, False
+    def _end_update(self, *, installed: bool) -> None:
+        self._step, self._manifest, self._may_have_served = _Step.IDLE, None, False
         self._loader.ended(installed=installed)
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -399,7 +407,7 @@ def _is_mixture(replies: Replies) -> bool:
     )
 
 
-def _joined(proofs: Sequence[dict[str, Any]]) -> InstallProof:
+def _joined_proof(proofs: Sequence[dict[str, Any]]) -> InstallProof:
     """One proof of what all ranks found."""
     roots = {proof["root"] for proof in proofs}
     if len(roots) > 1:
@@ -420,5 +428,5 @@ def _joined(proofs: Sequence[dict[str, Any]]) -> InstallProof:
     )
 
 
-def _words(version: int | None) -> str:
+def _describe_version(version: int | None) -> str:
     return "the weights that they were started with" if version is None else f"version {version}"

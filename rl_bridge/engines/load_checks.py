@@ -5,12 +5,12 @@ place, and cast. Each check names the tensor. Numbers that are not finite are lo
 one request leaves of them in an engine's caches outlives the update.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from rl_bridge.engines.load_plan import Kinds, LoadPlan, Route, View, other_than
+from rl_bridge.engines.load_plan import Kinds, LoadPlan, Route, View
 from rl_bridge.engines.shards import digest_of
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.installers.engine_memory import prefix_hint
@@ -99,44 +99,6 @@ def _tied(plan: LoadPlan) -> list[str]:
 def _kind(manifest: WeightUpdateManifest, name: str) -> tuple[str, tuple[int, ...]]:
     row = manifest.table.rows[name]
     return manifest.table.dtypes[row], tuple(manifest.table.shapes[row])
-
-
-def check_whole(
-    plan: LoadPlan, kinds: Kinds, ranks: int, num_same: Callable[[torch.nn.Module, int], int]
-) -> None:
-    """Refuse tensors of which all ranks together do not take all, judged by the plan of one.
-
-    Loaders cut each rank's part out of a tensor, and do not see that it is too long. `num_same`
-    tells how many ranks take the same rows of a layer's parameter, from a row on.
-    """
-    routes: dict[str, list[Route]] = {}
-    for route in plan.routes():
-        routes.setdefault(route.source, []).append(route)
-    for name, parts in routes.items():
-        if name in plan.mixed or any(part.is_whole for part in parts):
-            continue
-        shape = kinds[name][1]
-        # How many ranks take the same part -> which elements. (A byte an element, as the learning
-        # took for it, and for its targets besides.)
-        seen: dict[int, torch.Tensor] = {}
-        for part in parts:
-            target = plan.targets[part.target]
-            row = part.target_view.offset // next(iter(target.meta.stride()), 1)
-            same = num_same(target.users[0].module, row)
-            if same not in seen:  # (experts in one tensor have hundreds of parts)
-                seen[same] = torch.zeros(shape, dtype=torch.bool, device="cpu")
-            part.source_view.once().of(seen[same]).fill_(True)  # noqa: FBT003 - torch's own
-        taken = sum(other_than(0, mask) * (ranks // same) for same, mask in seen.items())
-        padded = sum(plan.padding(index) for index in {part.target for part in parts})
-        numel = torch.Size(shape).numel()
-        if taken + padded * ranks < numel:
-            targets = sorted({plan.targets[part.target].name for part in parts})
-            msg = (
-                f"tensor {name!r} has shape {list(shape)}: all {ranks} ranks together take "
-                f"{taken} of its {numel} elements, for {targets}, and the rest goes nowhere; "
-                "expected all of it. Publish the model that the engine serves."
-            )
-            raise IncompatibleUpdate(msg)
 
 
 def check_dtypes(plan: LoadPlan, kinds: Kinds, remedy: str = "") -> None:

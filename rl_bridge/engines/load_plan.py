@@ -126,6 +126,7 @@ class LoadPlan:
     buffers: frozenset[str] = frozenset()  # full names of the buffers that it loads
     # Names of the tensors of which computed targets and buffers are made.
     mixed: frozenset[str] = frozenset()
+    is_followed: bool = True  # else nothing is known of what the loader does
 
     def routes(self) -> Iterator[Route]:
         """Go over all copies."""
@@ -136,11 +137,6 @@ class LoadPlan:
         """Full names of the parameters and buffers whose content the steps do not tell."""
         users = (user for index in self.computed for user in self.targets[index].users)
         return self.buffers.union(user.name for user in users)
-
-    def padding(self, index: int) -> int:
-        """Elements of a parameter that its loader fills with a number."""
-        steps = self.steps[index]
-        return sum(step.target_view.numel for step in steps if isinstance(step, Fill))
 
     def assemble(
         self, index: int, tensors: Mapping[str, torch.Tensor], memory: torch.Tensor

@@ -8,7 +8,7 @@ back and compared. An engine supplies what is its own: see `EngineCompat` and th
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -22,7 +22,7 @@ from rl_bridge.engines.load_checks import (
     check_landed,
     check_same,
 )
-from rl_bridge.engines.load_plan import LoadPlan, kinds_of, learn
+from rl_bridge.engines.load_plan import Kinds, LoadPlan, kinds_of, learn
 from rl_bridge.engines.shards import Shard, check_covered, shards_of
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.staging import (
@@ -102,10 +102,14 @@ class ModelInstaller(TransactionalAdapter):
     def _check_model(self) -> None:
         """Refuse a model that would go on computing with something of the version before."""
 
-    def _check_whole(self, plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
-        """Refuse tensors of which this rank, and all others, do not take all."""
-        if self._num_ranks == 1:
-            check_covered(manifest, [shards_of(plan, manifest)])
+    def _learned(self, kinds: Kinds, admit: Callable[[LoadPlan, int], None]) -> LoadPlan:
+        """What the engine's loader does with tensors of these dtypes and shapes: see `learn`."""
+        for name, layer in self._model.named_modules():
+            reason = self._compat.unsupported(layer)
+            if reason is not None:
+                msg = f"layer {name!r}: {reason}. Install it by {self._compat.elsewhere}."
+                raise IncompatibleUpdate(msg)
+        return learn(self._model, kinds, self._compat, admit=admit)
 
     def _why_not_exchange(self, plan: LoadPlan) -> str | None:
         """Why parameters cannot be exchanged for other memory, or None if they can."""
@@ -280,9 +284,7 @@ class ModelInstaller(TransactionalAdapter):
 
     def _plan_of(self, manifest: WeightUpdateManifest, *, is_here: bool) -> LoadPlan:
         digest = manifest.table.digest
-        plan = self._plans.get(digest)
-        if plan is None:
-            self._check_layers()
+        if digest not in self._plans:
             kinds = kinds_of(manifest)
 
             def admit(noted: LoadPlan, nbytes: int) -> None:
@@ -290,22 +292,16 @@ class ModelInstaller(TransactionalAdapter):
                 self._check_room(noted, manifest, exchanges=exchanges)
                 check_budget(nbytes, self._budget, manifest.weight_version, LEARNING)
 
-            plan = learn(self._model, kinds, self._compat, admit=admit)
-            self._check_whole(plan, manifest)
+            plan = self._learned(kinds, admit)
+            if self._num_ranks == 1:
+                check_covered(manifest, [shards_of(plan, manifest)])
             if not self._cast:
                 check_dtypes(plan, kinds, self._compat.cast_remedy)
             self._plans[digest] = plan
             while len(self._plans) > _PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(digest)
-        return plan
-
-    def _check_layers(self) -> None:
-        for name, layer in self._model.named_modules():
-            reason = self._compat.unsupported(layer)
-            if reason is not None:
-                msg = f"layer {name!r}: {reason}. Install it by {self._compat.elsewhere}."
-                raise IncompatibleUpdate(msg)
+        return self._plans[digest]
 
     def _exchanges(self, plan: LoadPlan, *, is_here: bool) -> bool:
         if not is_here:

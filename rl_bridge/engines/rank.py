@@ -79,6 +79,8 @@ class EngineRank:
         """Whether a driver pauses the engine for its update."""
         self.options: Reply = {}
         """What the installer was made with."""
+        self.covered = ""
+        """The layout of which all ranks together were last found to take every element."""
         self._made: TransactionalAdapter | None = None
         self._bridges = EngineBridges(host.name)
         self._active: WeightUpdateManifest | None = None
@@ -169,8 +171,13 @@ class EngineRank:
             "verified": manifest.root if imports else "",
         }
         if given and given.get("shards"):
-            reply["shards"] = [shard.to_json() for shard in self.installer.shards(manifest)]
+            reply["shards"] = self.shards(manifest)
         return reply
+
+    def shards(self, manifest: WeightUpdateManifest) -> list[list[Any]]:
+        """The parts of tensors that this rank takes, of the update that was prepared; as JSON."""
+        tell = getattr(self.installer, "shards", None)  # others take each tensor as a whole
+        return [] if tell is None else [shard.to_json() for shard in tell(manifest)]
 
     def install(self, update_id: str) -> Reply:
         """Install and prove, on all ranks or on none; all ranks must call it.
@@ -228,12 +235,17 @@ class EngineRank:
         except Exception as caught:  # noqa: BLE001 - raised below, behind the vote
             error = caught
         group = self.host.group
-        if group.agree(ok=error is None):
+        mine = "yes" if error is None else "short" if is_shortage(error) else "no"
+        said = set(group.vote(mine))
+        if said == {"yes"}:
             return
+        reason = "a rank failed to install it" if error is None else describe(error)
         try:
-            self.undo("a rank failed to install it" if error is None else describe(error))
+            # What ranks were only short of something for may come again.
+            self.undo(reason if "no" in said else None)
         finally:
-            all_back = group.agree(ok=not self._torn)  # before any runs a step of the model
+            # Before any runs a step of the model.
+            all_back = set(group.vote("no" if self._torn else "yes")) == {"yes"}
         if error is not None:
             try:
                 raise error

@@ -388,7 +388,7 @@ def failure_reply(error: Exception) -> Reply:
     if is_shortage(error) and type(error) not in _MADE_OF_TEXT:
         if not isinstance(error, WeightBridgeError):
             said = f"{kind}: {message.rstrip('.')}" if message else kind
-            message = f"{said}. Free some, and try again; what was undone, as a later version."
+            message = f"{said}. Free some, and try again."
         kind = WeightBridgeUnavailableError.__name__
     return {"ok": False, "type": kind, "message": message}
 
@@ -436,16 +436,13 @@ class RankGroup:
             bytes(row[: int(size)].tolist()).decode() for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def agree(self, *, ok: bool) -> bool:
-        """Whether all ranks say yes; all ranks must call it.
-
-        A rank that cannot ask the others takes that for a no.
-        """
+    def vote(self, word: str) -> list[str]:
+        """What every rank says; one that cannot ask the others takes that for a no."""
         try:
-            return all(said == "yes" for said in self.hear("yes" if ok else "no"))
+            return self.hear(word)
         except EngineLost:
             _LOG.exception("rank %d cannot ask the others", self.rank)
-            return False
+            return ["no"]
 
     def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.zeros_like(own) for _ in range(self.size)]

@@ -27,7 +27,7 @@ class Shard(NamedTuple):
 
     row: int  # the tensor's in the manifest's table
     view: View  # which part
-    is_all: bool  # another parameter takes the whole tensor, so the parts need not cover it
+    is_all: bool  # another parameter takes the tensor, so the parts need not cover it
 
     def to_json(self) -> list[Any]:
         """As a reply carries it."""
@@ -42,7 +42,7 @@ def shard_routes(plan: LoadPlan) -> list[Route]:
 
 def shards_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[Shard]:
     """The parts of `shard_routes`."""
-    whole = {route.source for route in plan.routes() if route.is_whole}
+    whole = {route.source for route in plan.routes() if route.is_whole} | plan.mixed
     rows = manifest.table.rows
     return [
         Shard(rows[route.source], route.source_view, route.source in whole)

@@ -58,12 +58,7 @@ class _Update:
 
 
 class _Mode(ABC):
-    """How an update gets into the engine's memory, and out again.
-
-    Attributes:
-        update: the one that was prepared last and is neither undone, nor committed, nor abandoned.
-
-    """
+    """How an update gets into the engine's memory, and out again."""
 
     rebinds: ClassVar[bool] = False
     """Whether the engine's tensors get other storages, instead of other bytes in theirs."""
@@ -72,92 +67,35 @@ class _Mode(ABC):
         self.memory = memory
         self.strict = strict
         self.num_threads = num_threads
-        self.update: _Update | None = None
-        # The engine as it was matched for the first update since the last end: if an undo failed,
-        # the engine is a mixture, and whatever comes next still goes back to that.
-        self._origin: Binding | None = None
 
-    def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
-        return self.update is not None and self.update.manifest.update_id == manifest.update_id
+    @abstractmethod
+    def prepare(self, update: _Update, *, is_first: bool) -> None:
+        """Note what `undo` needs; behind an install that is not over, the engine is a mixture."""
 
-    def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
-        """Match names, shapes and dtypes, and note what `undo` needs.
+    @abstractmethod
+    def install(self, update: _Update) -> None: ...
 
-        Raises:
-            IncompatibleUpdate: they do not fit, lie on another device, or names that the engine
-                ties differ.
+    @abstractmethod
+    def prove(self, update: _Update) -> InstallProof: ...
 
-        """
-        bound = self.memory.bind_update(manifest, strict=self.strict, rebinds=self.rebinds)
-        here, there = bound.place.device, tensors.device
-        if here != there and len(bound.tensors):
-            msg = (
-                f"the update lies on {there} and the engine on {here}. Use a transport that ends "
-                "where the engine is: cuda-vmm or cuda-ipc for a GPU, shared-memory for the CPU."
-            )
-            raise IncompatibleUpdate(msg)
-        update = _Update(manifest, tensors, bound)
-        self._prepare(update)
-        self.update, self._origin = update, self._origin or bound
-
-    def install(self) -> None:
-        if self.update is not None:
-            self._install(self.update)
-
-    def prove(self) -> InstallProof:
-        if self.update is None:
-            raise _not_installed()
-        return self._prove(self.update)
-
-    def undo(self) -> None:
-        """Take back what `install` did, complete or not.
+    @abstractmethod
+    def undo(self, origin: Binding) -> None:
+        """Take back what `install` did, complete or not, to how the engine was first matched.
 
         Raises:
             TornEngine: it cannot be taken back.
 
         """
-        if self.update is not None:
-            self._undo()
-            self.end()
 
-    def commit(self) -> None:
-        try:
-            if self.update is not None:
-                self._commit(self.update)
-        finally:  # whatever failed: the next undo must not lead back before this version
-            self.end()
+    @abstractmethod
+    def commit(self, update: _Update) -> None: ...
 
+    @abstractmethod
     def end(self) -> None:
         """No update is under way any more."""
-        self.update = self._origin = None
 
-    def put_back(self) -> None:
-        """Bring names, tensor objects and views back to what they were.
-
-        Raises:
-            TornEngine: they cannot be brought back.
-
-        """
-        if self._origin is not None:
-            self.memory.put_back(self._origin)
-
-    def release(self, update_id: str) -> None:  # noqa: B027 - the engine's tensors may hold it
-        """Drop what is kept of a committed update."""
-
-    @abstractmethod
-    def _prepare(self, update: _Update) -> None: ...
-
-    @abstractmethod
-    def _install(self, update: _Update) -> None: ...
-
-    @abstractmethod
-    def _prove(self, update: _Update) -> InstallProof: ...
-
-    @abstractmethod
-    def _undo(self) -> None: ...
-
-    @abstractmethod
-    def _commit(self, update: _Update) -> None: ...
+    def release(self, update_id: str, *, is_under_way: bool) -> None:  # noqa: B027 - the engine's tensors may hold it
+        """Drop what is kept of a committed update; later, if the undo of another one needs it."""
 
 
 def _not_installed() -> WeightBridgeError:
@@ -177,8 +115,8 @@ class _CopyMode(_Mode):
         self._is_released = False  # the undo still needs the current one
         self._snapshot: Snapshot | None = None
 
-    def _prepare(self, update: _Update) -> None:
-        if self.update is None:  # otherwise the engine may be a mixture already
+    def prepare(self, update: _Update, *, is_first: bool) -> None:
+        if is_first:
             self._snapshot = None
             if not self._can_undo(update.manifest.table):
                 self._snapshot = Snapshot(self.memory.engine, num_threads=self.num_threads)
@@ -193,34 +131,32 @@ class _CopyMode(_Mode):
         older = manifest.table
         return older.digest == newer.digest or older.rows.keys() >= newer.rows.keys()
 
-    def _install(self, update: _Update) -> None:
+    def install(self, update: _Update) -> None:
         self.memory.write(update.bound, update.tensors.addresses)
 
-    def _prove(self, update: _Update) -> InstallProof:
+    def prove(self, update: _Update) -> InstallProof:
         return self.memory.prove(update.bound, update.manifest)
 
-    def _undo(self) -> None:
+    def undo(self, origin: Binding) -> None:
         if self._snapshot is not None:
             self._snapshot.restore()
         elif self._current is not None:
-            self.put_back()
+            self.memory.put_back(origin)
             self.memory.rewrite(*self._current, strict=self.strict)
 
-    def _commit(self, update: _Update) -> None:
+    def commit(self, update: _Update) -> None:
         self._current, self._is_released = (update.manifest, update.tensors), False
 
     def end(self) -> None:
-        super().end()
         if self._is_released:
             self._current = None
         self._is_released, self._snapshot = False, None
 
-    def release(self, update_id: str) -> None:
+    def release(self, update_id: str, *, is_under_way: bool) -> None:
         """Drop the retained version; the next update then copies the engine aside first."""
         if self._current is not None and self._current[0].update_id == update_id:
-            if self.update is not None:
-                self._is_released = True
-            else:
+            self._is_released = is_under_way
+            if not is_under_way:
                 self._current = None
 
 
@@ -252,7 +188,6 @@ class _RebindingMode(_Mode):
                 self._before_point.pop()
 
     def end(self) -> None:
-        super().end()
         self._before_point.clear()
 
     def _prove_identity(
@@ -341,31 +276,31 @@ class _AliasMode(_RebindingMode):
         # since they end with these tensors.
         self._current: tuple[LeasedView, weakref.ref[object], int, int] | None = None
 
-    def _prepare(self, update: _Update) -> None:
-        del update  # there is nothing else to find out
+    def prepare(self, update: _Update, *, is_first: bool) -> None:
+        """Nothing else is needed."""
 
-    def _install(self, update: _Update) -> None:
+    def install(self, update: _Update) -> None:
         bound, names = update.bound, update.manifest.table.names
         with collector_paused():
             views = [update.tensors[names[row]] for row in bound.rows.tolist()]
             self._point(bound.tensors, views)
 
-    def _prove(self, update: _Update) -> InstallProof:
+    def prove(self, update: _Update) -> InstallProof:
         pin = update.tensors.pin
         places = update.tensors.addresses
         return self._prove_identity(
             update, places, base=pin.address, is_verified=pin.view is not None
         )
 
-    def _undo(self) -> None:
+    def undo(self, origin: Binding) -> None:
         self._point_back()
         if self._current is not None:  # what the engine wrote over the published bytes goes
             view, buffer, address, nbytes = self._current
             if buffer() is not None:
                 view.refresh(address, nbytes)
-        self.put_back()
+        self.memory.put_back(origin)
 
-    def _commit(self, update: _Update) -> None:
+    def commit(self, update: _Update) -> None:
         if self._before_point:
             pin, self._current = update.tensors.pin, None
             if pin.view is not None:
@@ -384,7 +319,8 @@ class _FlipMode(_RebindingMode):
         # While an update is under way: what was live before, with its layout and its content.
         self._before: tuple[Live | None, str, Pin | None] | None = None
 
-    def _prepare(self, update: _Update) -> None:
+    def prepare(self, update: _Update, *, is_first: bool) -> None:
+        del is_first
         table, pin = update.manifest.table, update.tensors.pin
         if pin.view is None:
             msg = (
@@ -405,7 +341,7 @@ class _FlipMode(_RebindingMode):
         # mapping only if no other engine flipped them away since.
         pin.view.prefault(table.arena_nbytes)
 
-    def _install(self, update: _Update) -> None:
+    def install(self, update: _Update) -> None:
         """Flip; the first time, and after a change of layout, bind the engine to the range."""
         is_first = self._before is None
         if is_first:
@@ -431,7 +367,7 @@ class _FlipMode(_RebindingMode):
             views = [tensor_in(live.pin, *place) for place in zip(*columns, strict=True)]
             self._point(bound.tensors, [views[row] for row in bound.rows.tolist()])
 
-    def _prove(self, update: _Update) -> InstallProof:
+    def prove(self, update: _Update) -> InstallProof:
         """Show that the tensors lie in the range, and that it shows the verified segment."""
         live, pin = self._live, update.tensors.pin
         if live is None:
@@ -440,7 +376,7 @@ class _FlipMode(_RebindingMode):
         is_verified = live.content is pin and live.shows(pin)
         return self._prove_identity(update, places, base=live.address, is_verified=is_verified)
 
-    def _undo(self) -> None:
+    def undo(self, origin: Binding) -> None:
         """Flip back, or bind back, to the bytes that were published."""
         if self._before is not None:
             live, layout, content = self._before
@@ -454,9 +390,9 @@ class _FlipMode(_RebindingMode):
                     live.flip(content)
                 if content.view is not None:  # what the engine wrote over them goes
                     content.view.refresh(live.address, content.nbytes)
-        self.put_back()
+        self.memory.put_back(origin)
 
-    def _commit(self, update: _Update) -> None:
+    def commit(self, update: _Update) -> None:
         if self._live is not None and self._before_point:
             self.memory.moved(update.bound, _places(update.manifest.table, self._live))
         content = None if self._before is None else self._before[2]
@@ -528,17 +464,35 @@ class ModuleInstallAdapter(TransactionalAdapter):
         engine = checked_engine(engine)
         if _MODES[mode].rebinds and not isinstance(engine, torch.nn.Module):
             require_owned(engine, mode)
-        memory = EngineMemory(engine, num_threads=num_threads)
-        self._mode = _MODES[mode](memory, strict=strict, num_threads=num_threads)
+        self._memory = EngineMemory(engine, num_threads=num_threads)
+        self._strict = strict
+        self._mode = _MODES[mode](self._memory, strict=strict, num_threads=num_threads)
+        # Prepared last, and neither undone, nor committed, nor abandoned.
+        self._update: _Update | None = None
+        # The engine as it was matched for the first update since the last end: if an undo failed,
+        # the engine is a mixture, and whatever comes next still goes back to that.
+        self._origin: Binding | None = None
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Find every reason to refuse before a byte of the engine changes.
 
         Raises:
-            IncompatibleUpdate: names, shapes or dtypes do not fit the engine or the mode.
+            IncompatibleUpdate: names, shapes or dtypes do not fit the engine or the mode, the
+                update lies on another device, or names that the engine ties differ.
 
         """
-        self._mode.prepare(manifest, require_imported(tensors))
+        imported, mode = require_imported(tensors), self._mode
+        bound = self._memory.bind_update(manifest, strict=self._strict, rebinds=mode.rebinds)
+        here, there = bound.place.device, imported.device
+        if here != there and len(bound.tensors):
+            msg = (
+                f"the update lies on {there} and the engine on {here}. Use a transport that ends "
+                "where the engine is: cuda-vmm or cuda-ipc for a GPU, shared-memory for the CPU."
+            )
+            raise IncompatibleUpdate(msg)
+        update = _Update(manifest, imported, bound)
+        mode.prepare(update, is_first=self._update is None)
+        self._update, self._origin = update, self._origin or bound
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put all tensors into the engine. Prepares by itself where that was not done.
@@ -547,11 +501,12 @@ class ModuleInstallAdapter(TransactionalAdapter):
             WeightBridgeError: call `undo`.
 
         """
-        if not self._mode.is_prepared(manifest):
+        if self._update is None or self._update.manifest.update_id != manifest.update_id:
             self.prepare(manifest, tensors)
+        assert self._update is not None
         with self._quiet():
             self._is_dirty = True
-            self._mode.install()
+            self._mode.install(self._update)
 
     def prove(self) -> InstallProof:
         """Read what the engine really holds.
@@ -560,7 +515,9 @@ class ModuleInstallAdapter(TransactionalAdapter):
             ProofFailed: it is not what was installed.
 
         """
-        return self._mode.prove()
+        if self._update is None:
+            raise _not_installed()
+        return self._mode.prove(self._update)
 
     def resume(self) -> None:
         """Nothing waits for it: the engine came to rest for the install alone."""
@@ -574,24 +531,31 @@ class ModuleInstallAdapter(TransactionalAdapter):
         """
         # Where the engine never came to rest, nothing was written that it must rest for.
         with self._quiet() if self._is_dirty else nullcontext():
-            self._mode.undo()
-        self._is_dirty = False
+            if self._origin is not None:
+                self._mode.undo(self._origin)
+            self._end()
 
     def abandon(self) -> None:
         """Forget what was prepared, unless an earlier install still has to be undone."""
         if not self._is_dirty:
-            self._mode.end()
+            self._end()
 
     def commit(self) -> None:
         """The update is acknowledged: nothing of it will be undone any more."""
         try:
-            self._mode.commit()
-        finally:
-            self._is_dirty = False
+            if self._update is not None:
+                self._mode.commit(self._update)
+        finally:  # whatever failed: the next undo must not lead back before this version
+            self._end()
 
     def release(self, update_id: str) -> None:
         """Release what is kept for an update; the engine goes on with the bytes that it has."""
-        self._mode.release(update_id)
+        self._mode.release(update_id, is_under_way=self._update is not None)
+
+    def _end(self) -> None:
+        self._update = self._origin = None
+        self._mode.end()
+        self._is_dirty = False
 
     def _quiet(self) -> AbstractContextManager[object]:
         context: object = self._quiesce()

@@ -26,7 +26,7 @@ from rl_bridge.groups.bridge import GROUP
 
 IDLE = {"driver": "", "driver_name": "", "epoch": 0, "world_size": 1, "stage": "idle"}
 IDLE |= dict.fromkeys(("update_id", "weight_version", "root", "pending", "manifest"))
-IDLE |= {"loads": False, "paused": False, "torn": ""}
+IDLE |= {"loads": False, "paused": False, "torn": "", "shards": []}
 
 
 class Client(EngineClient):
@@ -39,12 +39,16 @@ class Client(EngineClient):
         self.paused = is_paused
         self.asked: list[str] = []
         self.modes: list[str | None] = []
+        self.payload: Mapping[str, Any] = {}  # of the last call
+        self.each: list[Reply] = []  # what a rank says beside what all say
 
     def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
         self.asked.append(verb)
+        self.payload = payload
         replies: Replies = []
         for rank, failure in enumerate(self.failures):
             who = {"rank": rank, "call": payload["call"]}
+            who |= self.each[rank] if rank < len(self.each) else {}
             said: Mapping[str, Any] = {"ok": True, **IDLE, **self.told}
             if verb == "describe" and self.epoch:
                 said = {**said, "driver": self.driver, "epoch": self.epoch}
@@ -120,6 +124,27 @@ def test_what_was_assembled_of_a_group_is_refused_with_what_to_do(trainer: Tenso
     assembled = manifest.model_copy(update={"transport": GROUP})
     with pytest.raises(WeightBridgeUnavailableError, match="Publish what was assembled"):
         EngineBridges("engine").of(assembled, 0)
+
+
+def test_the_parts_that_ranks_take_are_asked_for_once_in_a_session_and_must_be_all(
+    trainer: TensorBridge,
+) -> None:
+    sent = {"w": torch.ones(4)}
+    client = Client(None, None, world_size=2, timings_ms={}, verified="")
+    driver = EngineDriver(client, serving=ServingOptions(None, "drop", None), options={})
+    halves = [[[0, [2], [1], start, False]] for start in (0, 2)]
+
+    def prepare(version: int, *parts: object) -> bool:
+        client.each = [{"shards": one} for one in parts]
+        driver.prepare(trainer.publish(sent, weight_version=version), {})
+        return bool(client.payload["shards"])
+
+    with pytest.raises(IncompatibleUpdate, match="takes 2 of its 4 elements"):
+        prepare(1, halves[0], halves[0])
+    assert prepare(2, *halves)
+    assert not prepare(3)
+    driver.leave()  # another engine may be there
+    assert prepare(4, *halves)
 
 
 # ---- sessions -----------------------------------------------------------------------------------

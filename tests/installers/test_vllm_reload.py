@@ -46,7 +46,8 @@ def test_a_layer_that_got_nothing_is_told_from_one_that_is_loaded_past_the_reloa
     reload = SimpleNamespace(
         get_layerwise_info=info, is_deferred_attention_layer=lambda _layer: False
     )
-    adapter = VLLMReloadAdapter(model, None)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    adapter = VLLMReloadAdapter(model, config)
     targets = [Target(inner.weight.to("meta"), [User("inner", inner, "weight")])]
     adapter._plan = LoadPlan(targets, {0: []} if is_written else {})
     with pytest.raises(IncompatibleUpdate, match=rf"\['inner'\].*{said}"):

@@ -164,7 +164,9 @@ def load_bucket(engine: Engine, bucket: Any) -> tuple[bool, str]:
 class Fed(SGLangLoader):
     """Brings the bytes itself, as all routes but ``import`` do."""
 
-    def feed(self, manifest: WeightUpdateManifest, tensors: Any) -> None:
+    imports = False
+
+    def load(self, manifest: WeightUpdateManifest, tensors: Any) -> None:
         bucket = {"tensors": tensors, SENDER: sender(self._client.driver)}
         with self._session():
             self._client.do("update_weights_from_tensor", bucket=bucket)

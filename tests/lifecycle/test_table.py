@@ -59,7 +59,8 @@ def test_released_is_the_only_end(role: Role) -> None:
 def test_nothing_unverified_becomes_active() -> None:
     assert entered_from(State.ACKNOWLEDGED).keys() == {State.VERIFIED, State.INSTALLED}
     assert entered_from(State.VERIFIED) == {State.IMPORTED: Event.VERIFY}
-    assert entered_from(State.STAGED) == {State.VERIFIED: Event.STAGE}
+    stages = {State.VERIFIED: Event.STAGE, State.INSTALLED: Event.UNDO}
+    assert entered_from(State.STAGED) == stages
     assert entered_from(State.INSTALLED).keys() == {State.STAGED, State.TORN}
 
 

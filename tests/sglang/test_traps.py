@@ -75,13 +75,13 @@ def test_a_failing_distributed_load_leaves_weights_partly_updated_and_is_undone(
     left: list[dict[str, str]] = []
     with executor_for(bench.engine, route="distributed") as executor:
         adapter = executor.weight_install_adapter
-        original = adapter._back  # type: ignore[union-attr]
+        original = adapter._undo_on_ranks  # type: ignore[union-attr]
 
         def back(**given: Any) -> None:
             left.append(sums_of(bench.engine))
             original(**given)
 
-        adapter._back = back  # type: ignore[union-attr]
+        adapter._undo_on_ranks = back  # type: ignore[union-attr]
         bench.plant("fail", 7)
         with pytest.raises(WeightUpdateRejectedError, match="partially updated"):
             executor.update_weights(bench.trainer.publish(bench.next()))

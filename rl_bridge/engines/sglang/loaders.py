@@ -5,9 +5,7 @@
 ``distributed``: ``update_weights_from_distributed`` with one flattened bucket over a process group.
 ``disk``: ``update_weights_from_disk`` with a checkpoint in a folder that the engine can read.
 
-With all of them the ranks are asked once for each layout which parts of the tensors they take; for
-all but ``import``, the digests that these parts must have are made here, of the bytes that the
-executor verified.
+What the ranks hold behind any of them is proven by their driver: see `EngineDriver`.
 """
 
 import datetime as dt
@@ -16,7 +14,6 @@ import shutil
 import socket
 import threading
 import uuid
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,11 +24,10 @@ import torch
 
 from rl_bridge.engines.driver import Loader
 from rl_bridge.engines.load_checks import check_finite
-from rl_bridge.engines.rpc import Replies, in_thread
+from rl_bridge.engines.rpc import in_thread
 from rl_bridge.engines.sglang import require
 from rl_bridge.engines.sglang.client import SGLangClient
 from rl_bridge.engines.sglang.plugin import SENDER, sender
-from rl_bridge.engines.shards import Shard, check_covered, parse_shards, part_digests
 from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
@@ -74,50 +70,22 @@ class DiskRoute:
 
 
 class SGLangLoader(Loader):
-    """What all routes have in common: SGLang's session, and which rank takes which parts."""
-
-    imports = False
+    """``import``, where the ranks do it all; what all routes have in common; SGLang's session."""
 
     def __init__(self, client: SGLangClient, *, drops: bool) -> None:
         """Use `client`; nothing is called."""
         self._client = client
         self._drops = drops
         self._may_be_in_session = False
-        self._table = ("", 0)  # the layout that the parts are of, and the driver's session
-        self._parts: list[list[Shard]] = []
 
     def prepare(
         self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
     ) -> Mapping[str, Any]:
         """Refuse what can be refused before the ranks are asked."""
+        del manifest
         if not self.imports:
             check_finite(tensors, tensors)
-        # Another engine may be there in another session.
-        is_known = self._table == (manifest.table.digest, self._client.epoch)
-        return {"drops": self._drops, "shards": not is_known}
-
-    def prepared(self, manifest: WeightUpdateManifest, replies: Replies) -> None:
-        """Note which parts the ranks take."""
-        if "shards" in replies[0]:
-            self._table = ("", 0)
-            found = [parse_shards(reply["shards"], manifest) for reply in replies]
-            check_covered(manifest, found)
-            self._table, self._parts = (manifest.table.digest, self._client.epoch), found
-
-    def load(
-        self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
-    ) -> Mapping[str, Any]:
-        """Feed SGLang's loader; the digests that each rank's parts must have, by rank."""
-        parts = [
-            [digest.hex() for digest in part_digests(manifest, tensors, shards, num_threads=None)]
-            for shards in self._parts
-        ]
-        self.feed(manifest, tensors)
-        return {"parts": parts}
-
-    @abstractmethod
-    def feed(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Let the engine load."""
+        return {"drops": self._drops}
 
     def abort(self, *, left: bool) -> None:
         """End SGLang's session if it may be open: it would let no other one in, ever."""
@@ -148,17 +116,10 @@ class SGLangLoader(Loader):
         self._may_be_in_session = False
 
 
-class ImportLoader(SGLangLoader):
-    """Nothing to bring: the ranks do it all."""
-
-    imports = True
-
-    def feed(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Nothing: the ranks loaded it when they installed it."""
-
-
 class TensorLoader(SGLangLoader):
     """One bucket in memory that the engine's process maps; it is used again for each update."""
+
+    imports = False
 
     def __init__(self, client: SGLangClient, *, drops: bool) -> None:
         """Use `client`; needs sglang in this process, too."""
@@ -167,7 +128,7 @@ class TensorLoader(SGLangLoader):
         self._metadata = require("sglang.srt.weight_sync.tensor_bucket").FlattenedTensorMetadata
         self._bucket = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def feed(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Open a session, load the bucket, close the session."""
         del manifest
         with self._session():
@@ -218,6 +179,8 @@ class DistributedLoader(SGLangLoader):
     reach, and the group's name is its own.
     """
 
+    imports = False
+
     def __init__(self, client: SGLangClient, address: str, *, drops: bool) -> None:
         """Use `client`, at an `address` of this machine; needs sglang in this process, too."""
         super().__init__(client, drops=drops)
@@ -230,7 +193,7 @@ class DistributedLoader(SGLangLoader):
         self._ranks = 0
         self._name = ""  # what SGLang knows the group by; empty where there is none
 
-    def feed(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Meet the ranks, open a session, send the bucket, close the session."""
         del manifest
         on_cpu = self._client.device == "cpu"
@@ -387,6 +350,8 @@ def _strategy(name: str) -> Iterator[None]:
 class DiskLoader(SGLangLoader):
     """A checkpoint for each version, in a folder that the engine can read."""
 
+    imports = False
+
     def __init__(self, client: SGLangClient, directory: Path, *, drops: bool) -> None:
         """Write below `directory`, which must outlive the engine: it names the folder it took."""
         super().__init__(client, drops=drops)
@@ -402,7 +367,7 @@ class DiskLoader(SGLangLoader):
         self._next: Path | None = None
         self._undone: set[Path] = set()
 
-    def feed(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the version, and let the engine load it."""
         if self._initial is None:
             self._initial = Path(self._client.model_path())
@@ -455,7 +420,7 @@ def loader_for(
     if isinstance(route, DistributedRoute):
         return DistributedLoader(client, route.address, drops=drops)
     if route == "import":
-        return ImportLoader(client, drops=drops)
+        return SGLangLoader(client, drops=drops)
     if route == "tensor":
         return TensorLoader(client, drops=drops)
     if route == "distributed":

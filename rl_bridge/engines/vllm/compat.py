@@ -103,18 +103,6 @@ def repacks(layer: torch.nn.Module) -> bool:
     return type(getattr(layer, "quant_method", None)).__name__ == "UnquantizedFusedMoEMethod"
 
 
-def num_same(layer: Any, row: int) -> int:
-    """How many ranks take the same rows of a parameter from a checkpoint.
-
-    Ranks of which there are more than heads for keys and values share these heads.
-    """
-    # (A layer that was merged with others may not tell its heads' size: all counts as its own.)
-    replicas = getattr(layer, "num_kv_head_replicas", None) if hasattr(layer, "head_size") else None
-    if replicas is None or row < layer.num_heads * layer.head_size:
-        return 1
-    return int(replicas)
-
-
 # ---- what no update reaches ---------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ each call the ranks decide by votes of their own.
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rank import EngineRank, RankHost, Stage, rank_of
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, clear_frames
 from rl_bridge.engines.session import second_driver_error
+from rl_bridge.engines.shards import check_covered, parse_shards
 from rl_bridge.engines.vllm import require
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
@@ -158,6 +159,10 @@ class NativeUpdates:
     def _received(self, manifest: WeightUpdateManifest) -> str:
         problem, is_refused = _tried(lambda: self._take(manifest))
         problem, words = heard(self._group, problem, _REFUSED if is_refused else "")
+        if not problem and self._group.size > 1 and self._rank.covered != manifest.table.digest:
+            _, told = heard(self._group, "", json.dumps(self._rank.shards(manifest)))
+            problem, is_refused = _tried(lambda: self._check_covered(manifest, told))
+            problem, words = heard(self._group, problem, _REFUSED if is_refused else "")
         if problem:
             # What no rank refused, and one only was short of something for, may come again.
             _tried(lambda: self._rank.undo(_REFUSED if _REFUSED in words else None))
@@ -190,6 +195,11 @@ class NativeUpdates:
     def _take(self, manifest: WeightUpdateManifest) -> None:
         self._make_way(manifest)
         self._rank.prepare(manifest)
+
+    def _check_covered(self, manifest: WeightUpdateManifest, told: Sequence[str]) -> None:
+        """Refuse an update of which no rank takes some elements, by what each of them takes."""
+        check_covered(manifest, [parse_shards(json.loads(text), manifest) for text in told])
+        self._rank.covered = manifest.table.digest
 
     def _make_way(self, manifest: WeightUpdateManifest) -> None:
         """Take an unfinished update back, and say so: requests may have been served by it."""

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from rl_bridge.engines.evidence import Evidence
-from rl_bridge.engines.load_checks import check_whole
-from rl_bridge.engines.load_plan import LoadPlan, Route, kinds_of
+from rl_bridge.engines.load_plan import LoadPlan, Route
 from rl_bridge.engines.model_installer import ModelInstaller, Tensors
 from rl_bridge.engines.skeleton import EngineCompat, Target, User
 from rl_bridge.engines.staging import (
@@ -29,9 +28,8 @@ from rl_bridge.engines.staging import (
     assemble,
 )
 from rl_bridge.engines.vllm.canary import PackCanary, check_experts
-from rl_bridge.engines.vllm.compat import VLLMCompat, num_same, refuse_unreached, repacks
+from rl_bridge.engines.vllm.compat import VLLMCompat, refuse_unreached, repacks
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
-from rl_bridge.manifest.model import WeightUpdateManifest
 
 # What a stand-in has of its own, so that processing it cannot reach the serving layer.
 _OWN = frozenset(
@@ -76,16 +74,12 @@ class VLLMModelInstaller(ModelInstaller):
             cast=cast,
             memory_budget_nbytes=memory_budget_nbytes,
             num_threads=num_threads,
+            num_ranks=vllm_config.parallel_config.tensor_parallel_size,
         )
-        self._config = vllm_config
         self._packs = _Packs()
 
     def _check_model(self) -> None:
         refuse_unreached(self._model)
-
-    def _check_whole(self, plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
-        ranks = self._config.parallel_config.tensor_parallel_size
-        check_whole(plan, kinds_of(manifest), ranks, num_same)
 
     def _staging_nbytes(self, plan: LoadPlan) -> int:
         return self._packs.staging_nbytes(plan)

@@ -9,22 +9,23 @@ failure leaves half-way, of objects and bytes, a `ModelSnapshot` brings back.
 import copy
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rl_bridge.engines.evidence import Untouched
-from rl_bridge.engines.load_checks import check_casts, check_finite, check_landed, check_whole
-from rl_bridge.engines.load_plan import LoadPlan, kinds_of, learn
+from rl_bridge.engines.load_checks import check_casts, check_finite, check_landed
+from rl_bridge.engines.load_plan import Kinds, LoadPlan, learn
+from rl_bridge.engines.model_installer import ModelInstaller, Tensors
 from rl_bridge.engines.skeleton import Target
-from rl_bridge.engines.staging import LEARNING, check_budget, checked_budget
+from rl_bridge.engines.staging import check_budget
 from rl_bridge.engines.vllm import require
-from rl_bridge.engines.vllm.compat import VLLMCompat, num_same, refuse_unreached
+from rl_bridge.engines.vllm.compat import VLLMCompat, refuse_unreached
 from rl_bridge.engines.vllm.reload_proof import make_ready, prove_reload
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter, checked_threads
+from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 _LOG = logging.getLogger(__name__)
@@ -221,7 +222,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 # ---- the reload ----------------------------------------------------------------------------------
 
 
-class VLLMReloadAdapter(TransactionalAdapter):
+class VLLMReloadAdapter(ModelInstaller):
     """Reloads one worker's model. Call it from the thread that runs the model.
 
     No step of the model may run between `install` and `commit` or `undo`: pause the engine. Drop
@@ -231,6 +232,8 @@ class VLLMReloadAdapter(TransactionalAdapter):
     products of packed ones. Layers that vLLM processes into something else cannot be read back;
     then the proof's method is ``unproven``, and a warning names them.
     """
+
+    _compat: VLLMCompat
 
     def __init__(
         self,
@@ -253,18 +256,51 @@ class VLLMReloadAdapter(TransactionalAdapter):
             ValueError: less than one thread, or a negative budget.
 
         """
-        self._model = model
+        super().__init__(
+            model,
+            VLLMCompat(vllm_config),
+            cast=True,  # vLLM's loader does
+            exchange=False,
+            memory_budget_nbytes=memory_budget_nbytes,
+            num_threads=num_threads,
+            num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+        )
         self._config = vllm_config
-        self._compat = VLLMCompat(vllm_config)
-        self._budget = checked_budget(memory_budget_nbytes)
-        self._num_threads = checked_threads(num_threads)
-        self._plan: LoadPlan | None = None
-        self._planned = ""
-        self._update: tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]] | None = None
-        self._snapshot: tuple[ModelSnapshot, ReloadState] | None = None
-        self._untouched: Untouched | None = None
+        self._update: tuple[WeightUpdateManifest, Tensors] | None = None
+        self._before: tuple[ModelSnapshot, ReloadState] | None = None
 
-    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_model(self) -> None:
+        if self._before is None:
+            refuse_half_way(self._model)
+        refuse_unreached(self._model)
+
+    def _check_room(
+        self, plan: LoadPlan, manifest: WeightUpdateManifest, *, exchanges: bool
+    ) -> None:
+        del plan, exchanges
+        needed = manifest.total_nbytes  # the layers that vLLM makes anew
+        if self._before is None:
+            needed += ModelSnapshot(self._model).nbytes
+        check_budget(needed, self._budget, manifest.weight_version)
+
+    def _learned(self, kinds: Kinds, admit: Callable[[LoadPlan, int], None]) -> LoadPlan:
+        try:
+            return learn(
+                self._model,
+                kinds,
+                self._compat,
+                admit=admit,
+                is_optional=self._is_optional,
+                allows_computed=True,
+            )
+        except IncompatibleUpdate as error:
+            # A loader that cannot be followed is used all the same; the message says so by naming
+            # what serves such models: this adapter.
+            if self._compat.elsewhere not in str(error):
+                raise
+            return LoadPlan((), landed=frozenset(kinds), is_followed=False)
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
         """Run the engine's loader on a model without memory, and look for memory.
 
         Raises:
@@ -272,33 +308,29 @@ class VLLMReloadAdapter(TransactionalAdapter):
                 holds what no update reaches.
 
         """
-        if self._snapshot is None:
-            refuse_half_way(self._model)
-        refuse_unreached(self._model)
+        self._check_model()
         check_finite(tensors, tensors, num_threads=self._num_threads)
-        needed = manifest.total_nbytes  # the layers that vLLM makes anew
-        if self._snapshot is None:
-            needed += ModelSnapshot(self._model).nbytes
-        check_budget(needed, self._budget, manifest.weight_version)
-        self._learn(manifest)
-        if self._plan is not None:
-            check_landed(self._plan, manifest)
-            check_casts(self._plan, tensors)
+        plan = self._plan_of(manifest, is_here=True)
+        self._check_room(plan, manifest, exchanges=False)
+        check_landed(plan, manifest)
+        check_casts(plan, tensors)
+        self._plan = plan
 
-    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    def install(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
         """Copy the model, then let vLLM reload it from `tensors`."""
-        if self._snapshot is None:
+        assert self._plan is not None
+        if self._before is None:
             refuse_half_way(self._model)
             snapshot, reloads = ModelSnapshot(self._model), ReloadState(self._model)
             snapshot.copy_bytes()
-            self._snapshot = snapshot, reloads
+            self._before = snapshot, reloads
         else:
-            snapshot, reloads = self._snapshot
+            snapshot, reloads = self._before
             self._restore()  # a whole model again, of one whose undo failed
         self._update = manifest, tensors
         # What is processed in place is vLLM's business, what is loaded the update's; all other
         # buffers must stay.
-        unfollowed = frozenset() if self._plan is None else self._plan.unfollowed()
+        unfollowed = self._plan.unfollowed()
         free: list[torch.Tensor] = [*self._model.parameters()]
         free += (buffer for name, buffer in self._model.named_buffers() if name in unfollowed)
         for layer in self._model.modules():
@@ -327,7 +359,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
 
     def prove(self) -> InstallProof:
         """Read what can be read."""
-        if self._update is None or self._untouched is None:
+        if self._update is None or self._untouched is None or self._plan is None:
             msg = "nothing was installed that could be proven. Call install first."
             raise ProofFailed(msg)
         lost = [name for name, tensor in _tensors(self._model) if tensor.is_meta]
@@ -360,50 +392,19 @@ class VLLMReloadAdapter(TransactionalAdapter):
     def undo(self) -> None:
         """Bring the model back to the objects and bytes that it had before the install."""
         self._restore()
-        self._snapshot = self._update = self._untouched = None
+        self.commit()
 
     def commit(self) -> None:
         """Let go of the copy."""
-        self._snapshot = self._update = self._untouched = None
-
-    def release(self, update_id: str) -> None:
-        """Nothing is kept of an update: the model has memory of its own."""
+        self._before = self._update = self._untouched = None
 
     # ---- inside ---------------------------------------------------------------------------------
 
     def _restore(self) -> None:
-        if self._snapshot is not None:
-            snapshot, reloads = self._snapshot
+        if self._before is not None:
+            snapshot, reloads = self._before
             reloads.restore()
             snapshot.restore()
-
-    def _learn(self, manifest: WeightUpdateManifest) -> None:
-        if self._planned == manifest.table.digest:
-            return
-        kinds = kinds_of(manifest)
-
-        def admit(_: LoadPlan, nbytes: int) -> None:
-            check_budget(nbytes, self._budget, manifest.weight_version, LEARNING)
-
-        plan: LoadPlan | None = None
-        try:
-            plan = learn(
-                self._model,
-                kinds,
-                self._compat,
-                admit=admit,
-                is_optional=self._is_optional,
-                allows_computed=True,
-            )
-        except IncompatibleUpdate as error:
-            # A loader that cannot be followed is used all the same; the message says so by naming
-            # what serves such models: this adapter.
-            if self._compat.elsewhere not in str(error):
-                raise
-        if plan is not None:
-            ranks = self._config.parallel_config.tensor_parallel_size
-            check_whole(plan, kinds, ranks, num_same)
-        self._plan, self._planned = plan, manifest.table.digest
 
     def _loads(self, reload: Any) -> list[tuple[torch.nn.Module, list[Any]]]:
         """The lists in which vLLM notes, during a reload, what processed layers are loaded with."""

@@ -31,7 +31,7 @@ _PROJECTION = "kv_b_proj"
 def prove_reload(
     manifest: WeightUpdateManifest,
     tensors: Mapping[str, torch.Tensor],
-    plan: LoadPlan | None,
+    plan: LoadPlan,
     model: torch.nn.Module,
     compat: VLLMCompat,
     *,
@@ -42,7 +42,7 @@ def prove_reload(
     Returned are the proof, ``unproven`` if anything is left out, and the layers left out: all of
     them where the loader could not be followed.
     """
-    if plan is None:
+    if not plan.is_followed:
         return InstallProof(method="unproven"), [type(model).__name__]
     latent = {id(layer.kv_b_proj): (name, layer) for name, layer in _absorbed(model, compat)}
     readable, unproven = _readable(plan, model, compat, {name for name, _ in latent.values()})
