@@ -300,14 +300,16 @@ class EngineSuite:
         ):
             executor.update_weights(manifest)
 
-    def test_what_a_rank_is_short_of_costs_no_update(self, rig: "Rig") -> None:
+    @pytest.mark.parametrize("step", ["prepare", "install", "prove"])
+    def test_what_a_rank_is_short_of_costs_no_update(self, rig: "Rig", step: str) -> None:
         """The same one comes again."""
-        manifest = rig.publish(1)
+        before, manifest = rig.contents(), rig.publish(1)
         with rig.driven() as (executor, _, _):
-            rig.plant("prepare", "runs short", self.ranks - 1)
+            rig.plant(step, "runs short", self.ranks - 1)
             with pytest.raises(WeightBridgeUnavailableError, match=FAULT):
                 executor.update_weights(manifest)
             rig.uproot()
+            rig.check_back(before)
             executor.update_weights(manifest)
             rig.check(1, manifest)
 

@@ -64,6 +64,17 @@ _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32}),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 32}),
+    # Two ranks do not divide these key/value heads.
+    "odd-heads": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "head_dim": 32,
+            "hidden_size": 192,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+        },
+    ),
     "moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"head_dim": 32, **_MOE}),
     "deepseek": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
     "hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", _HYBRID),

@@ -15,6 +15,10 @@ from rl_bridge.errors import ProofFailed
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # experts, intermediate, hidden
 SHAPES = [(4, 32, 64), (3, 768, 1024)]
+EACH_DTYPE = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(one, marks=pytest.mark.full) if one == "float16" else one for one in DTYPES],
+)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -52,7 +56,7 @@ class Layer:
         return check_experts("mlp.experts", self.state, self.weights)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_experts_that_are_packed_as_their_kernel_reads_them_pass(
@@ -61,15 +65,15 @@ def test_experts_that_are_packed_as_their_kernel_reads_them_pass(
     assert Layer(shape, DTYPES[dtype], MoEActivation(activation)).is_asked()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("scale", [0.0, 2.5e-5, 0.025, 1.0])
 def test_weights_so_small_that_their_products_are_coarse_pass(scale: float, dtype: str) -> None:
     layer = Layer((4, 768, 2048), DTYPES[dtype], MoEActivation.SILU, scale)
     assert layer.is_asked()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("leaf", ["w13_weight", "w2_weight", "both"])
+@EACH_DTYPE
+@pytest.mark.parametrize("leaf", ["w13_weight", "both"])
 @pytest.mark.parametrize("made_of", ["constants", "one_row"])
 def test_experts_whose_products_cancel_pass(made_of: str, leaf: str, dtype: str) -> None:
     layer = Layer((4, 256, 512), DTYPES[dtype], MoEActivation.SILU)
@@ -83,10 +87,10 @@ def test_experts_whose_products_cancel_pass(made_of: str, leaf: str, dtype: str)
     assert layer.is_asked()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("leaf", ["w13_weight", "w2_weight"])
 @pytest.mark.parametrize("wrong", ["shifted", "two_rows", "not_packed", "another_expert"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:1], ids=str)
 def test_experts_that_are_packed_as_something_else_are_named(
     shape: tuple[int, int, int], wrong: str, leaf: str, dtype: str
 ) -> None:

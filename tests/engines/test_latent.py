@@ -68,10 +68,10 @@ def attentions(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(300)  # engines start
-def test_it_is_a_fresh_engine_after_twenty_updates_and_failures_and_all_of_it_is_proven(
+def test_it_is_a_fresh_engine_after_updates_and_failures_and_all_of_it_is_proven(
     served: Served, executor: RolloutExecutor, trainer: Trainer
 ) -> None:
-    for step in range(1, 21):
+    for step in range(1, 7):
         weights = served.weights[step % 2]
         if step % 3 == 0:
             before = state(served.model), attentions(served.model)

@@ -18,13 +18,21 @@ KIND = Kind("qwen2", tied=True)
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoints: Checkpoints, references: References) -> Iterator[Bench]:
+def served(checkpoints: Checkpoints, references: References) -> Iterator[Bench]:
     with bench(Setting(KIND), checkpoints, references) as made:
         yield made
 
 
+@pytest.fixture
+def engine(served: Bench) -> Iterator[Bench]:
+    """One that must not notice what is refused."""
+    served.trainer.release_all()
+    yield served
+    served.check()
+
+
 def refuse(engine: Bench, sent: dict[str, torch.Tensor], by: str = "executor") -> str:
-    """The text of the refusal; the engine must not notice."""
+    """The text of the refusal."""
     engine.trainer.release_all()
     manifest: WeightUpdateManifest = engine.trainer.publish(sent)
     if by == "executor":
@@ -33,7 +41,6 @@ def refuse(engine: Bench, sent: dict[str, torch.Tensor], by: str = "executor") -
     else:
         with pytest.raises(Exception, match="IncompatibleUpdate") as caught:  # type: ignore[assignment]
             native_update(engine.llm, manifest)
-    engine.check()
     assert all(
         report.state in {"rejected", "released"} for report in engine.trainer.holders(manifest)
     )
@@ -46,13 +53,10 @@ def fused(name: str) -> str:
 
 
 @pytest.mark.parametrize("by", ["executor", "vLLM's calls"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_every_tensor_is_looked_at_for_numbers_that_are_none(
-    engine: Bench, value: float, by: str
-) -> None:
+def test_every_tensor_is_looked_at_for_numbers_that_are_none(engine: Bench, by: str) -> None:
     for name in engine.weights[0]:
         damaged = engine.next()[name].clone()
-        damaged.view(-1)[-1] = value
+        damaged.view(-1)[-1] = torch.nan
         text = refuse(engine, engine.next(**{name: damaged}), by)
         assert f"{name!r}: 1 of its {damaged.numel()}" in text.replace("\\'", "'")
 
@@ -104,13 +108,11 @@ def test_every_tensor_of_another_shape_is_refused(engine: Bench, shaped: object)
             engine.holds = 1 - engine.holds
             wrong.append(f"{name}: {list(changed.shape)} for {list(tensor.shape)} was taken")
     assert wrong == []
-    engine.check()
 
 
-@pytest.mark.parametrize("by", ["executor", "vLLM's calls"])
-def test_every_tensor_of_another_dtype_is_refused_with_both_names(engine: Bench, by: str) -> None:
+def test_every_tensor_of_another_dtype_is_refused_with_both_names(engine: Bench) -> None:
     for name, tensor in engine.next().items():
-        text = refuse(engine, engine.next(**{name: tensor.to(torch.bfloat16)}), by)
+        text = refuse(engine, engine.next(**{name: tensor.to(torch.bfloat16)}))
         assert name in text
         assert "bfloat16" in text
         assert "float32" in text
@@ -137,15 +139,12 @@ def test_an_untied_update_of_a_tied_model_is_refused_by_the_name_of_its_head(
 def test_a_tied_head_that_is_published_as_a_tensor_of_its_own_is_taken(engine: Bench) -> None:
     sent = engine.next()
     sent["lm_head.weight"] = sent["model.embed_tokens.weight"].clone()
-    engine.trainer.release_all()
     engine.executor.update_weights(engine.trainer.publish(sent))
     engine.holds = 1 - engine.holds
-    engine.check()
 
 
 def test_an_update_may_be_cast_where_that_is_said(engine: Bench) -> None:
     narrow = {name: tensor.to(torch.bfloat16) for name, tensor in engine.next().items()}
-    engine.trainer.release_all()
     with executor_for(engine.llm, cast=True) as casting:
         casting.update_weights(engine.trainer.publish(narrow))
         cast = engine.answers()
@@ -154,7 +153,6 @@ def test_an_update_may_be_cast_where_that_is_said(engine: Bench) -> None:
     assert engine.answers() == cast
     engine.executor.update_weights(engine.trainer.publish(engine.next()))
     engine.holds = 1 - engine.holds
-    engine.check()
 
 
 @pytest.mark.parametrize("part", ["model.norm", "embed_tokens", "layers.0.self_attn.q_proj.bias"])
@@ -163,13 +161,11 @@ def test_a_number_that_the_engines_dtype_cannot_hold_is_refused(engine: Bench, p
     name = next(name for name in sent if part in name)
     sent[name] = sent[name].double()
     sent[name].view(-1)[-1] = 1e300
-    engine.trainer.release_all()
     with (
         executor_for(engine.llm, cast=True) as casting,
         pytest.raises(IncompatibleUpdate, match=rf"{name!r} has numbers from .* to 1e\+300"),
     ):
         casting.update_weights(engine.trainer.publish(sent))
-    engine.check()
 
 
 def test_a_buffer_that_checkpoints_load_is_named_with_the_way_that_takes_it(

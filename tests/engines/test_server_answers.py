@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -93,6 +93,15 @@ def test_an_answer_of_something_else_than_vllm_is_told_as_that(text: str) -> Non
             with pytest.raises(WeightBridgeUnavailableError, match="no vLLM server does"):
                 ask()
         client.close()
+
+
+def test_a_server_without_its_development_routes_says_which_variable_is_missing() -> None:
+    with (
+        answering(404, "") as url,
+        closing(ServerClient(url, WAIT_S)) as client,
+        pytest.raises(WeightBridgeUnavailableError, match="VLLM_SERVER_DEV_MODE=1"),
+    ):
+        client.call("describe", {}, client.timeout_s)
 
 
 def exhausted(*_args: Any, **_kwargs: Any) -> socket.socket:

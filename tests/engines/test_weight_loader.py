@@ -56,10 +56,10 @@ def sync(sender: Any, client: Client, weights: dict[str, torch.Tensor]) -> None:
     ("setting", "placement"),
     [
         pytest.param(IN_PROCESS, {"is_colocated": True}, id="in-process-shared-memory"),
+        pytest.param(IN_PROCESS, {"is_elastic": True}, id="in-process-broadcast"),
         pytest.param(
-            TWO_RANKS, {"is_colocated": True}, id="two-ranks-shared-memory", marks=pytest.mark.full
+            TWO_RANKS, {"is_elastic": True}, id="two-ranks-broadcast", marks=pytest.mark.full
         ),
-        pytest.param(TWO_RANKS, {"is_elastic": True}, id="two-ranks-broadcast"),
     ],
 )
 def test_an_engine_serves_each_sync_whole_or_not_at_all(

@@ -17,9 +17,9 @@ if importlib.util.find_spec("sglang") is None:
     pytest.exit("tests/sglang needs SGLang: run `make test-sglang`, which installs it.", 4)
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHER_ENGINES = frozenset(
-    {"test_engine_suite.py", "test_killed.py", "test_kinds.py", "test_ranks.py"}
-)
+# The engine that most tests share is started once. Behind these tests comes the one that kills it,
+# then those that share an engine of two ranks, and those that need one each.
+LAST = ("test_killed.py", "test_ranks.py", "test_kinds.py")
 STAND_INS = str(ROOT / "tests" / "sglang" / "stand_ins")
 
 # For this process, for the engines' own processes, and for servers.
@@ -41,8 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The engine that most tests share is started once: those that need another one come last.
-    items.sort(key=lambda item: item.path.name in OTHER_ENGINES)
+    items.sort(key=lambda item: LAST.index(item.path.name) if item.path.name in LAST else -1)
 
 
 @pytest.fixture(scope="session")

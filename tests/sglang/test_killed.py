@@ -13,8 +13,8 @@ from tests.sglang.bench import Engines, executor_for
 DEADLINE_S = 60
 
 
-@pytest.mark.timeout(400)  # two engines start, one behind the other
-@pytest.mark.parametrize("step", ["prepare", "install"])
+@pytest.mark.timeout(400)  # the second one starts engines
+@pytest.mark.parametrize("step", ["install", pytest.param("prepare", marks=pytest.mark.full)])
 def test_it_is_a_typed_error_and_nothing_is_servable(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: str
 ) -> None:

@@ -11,7 +11,13 @@ from tests.sglang.test_equal import alternate
 
 @pytest.mark.parametrize(
     "kind",
-    [Kind("qwen2", tied=True), Kind("llama"), Kind("llama", tied=True)],
+    [
+        Kind("llama", tied=True),
+        *(
+            pytest.param(one, marks=pytest.mark.full)
+            for one in (Kind("qwen2", True), Kind("llama"))
+        ),
+    ],
     ids=str,
 )
 def test_an_updated_engine_equals_a_fresh_one(kind: Kind, engines: Engines, tmp_path: Path) -> None:

@@ -14,8 +14,14 @@ from tests.sglang.bench import Bench, executor_for, sums_of
 from tests.sglang.test_equal import folder
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-@pytest.mark.parametrize("fault", ["wrong", "lost"])
+@pytest.mark.parametrize(
+    ("fault", "exchange"),
+    [
+        ("wrong", True),
+        ("lost", False),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in (("wrong", False), ("lost", True))),
+    ],
+)
 def test_a_wrong_tensor_is_found_whichever_it_is(fault: str, exchange: bool, bench: Bench) -> None:
     with executor_for(bench.engine, exchange=exchange) as executor:
         for nth, name in enumerate(bench.weights[0]):

@@ -1,4 +1,4 @@
-"""A server by its URL: the same transaction, with requests under way."""
+"""A server by its URL, and by a side-car: the same transaction, with requests under way."""
 
 import threading
 from collections.abc import Iterator
@@ -14,18 +14,24 @@ from rl_bridge import (
     RolloutExecutor,
     TornEngine,
     WeightBridgeUnavailableError,
+    WeightUpdateManifest,
     WeightUpdateRejectedError,
+    make_weight_bridge,
 )
 from rl_bridge.engines.sglang.engine_adapter import PauseMode
 from rl_bridge.engines.sglang.loaders import ROUTES, RouteName
+from rl_bridge.errors import IncompatibleUpdate, SessionRefused
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
+from tests.remote.process import SidecarProcess, make_key
 from tests.sglang.bench import Engines, executor_for
-from tests.sglang.served import KEY, Served, served
+from tests.sglang.served import KEY, Served, make_api_key, served
+from tests.sglang.sidecars import DEATH, URL
 from tests.sglang.test_equal import folder
 
 KIND = Kind("qwen2")
 WAIT_S = 120
+DYING = "tests.sglang.sidecars:dying"
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +177,90 @@ def test_abort_ends_running_requests(alternating: Alternating) -> None:
     alternating.check()
 
 
+# ---- a side-car before it, a process of its own --------------------------------------------------
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path, server: Served) -> Iterator[SidecarProcess]:
+    """One that is not started, and only this test's."""
+    (tmp_path / URL).write_text(server.url)
+    made = SidecarProcess(tmp_path, make_key(tmp_path))
+    yield made
+    made.kill()
+
+
+def test_killed_behind_any_step_its_next_start_brings_the_living_server_to_a_version(
+    alternating: Alternating, sidecar: SidecarProcess
+) -> None:
+    trainer, server = alternating.trainer, alternating.server
+    sidecar.start(DYING)
+    with sidecar.client(timeout_s=WAIT_S) as engine:
+
+        def update(manifest: WeightUpdateManifest) -> None:
+            assert engine.update_weights(manifest).root == manifest.root
+            alternating.holds = 1 - alternating.holds
+
+        update(held := trainer.publish(alternating.next()))
+        for step in ("prepare", "install", "commit"):
+            following = trainer.publish(alternating.next())
+            (sidecar.directory / DEATH).write_text(step)
+            with pytest.raises(EngineLost):
+                engine.update_weights(following)
+            sidecar.died()
+            status = sidecar.start(DYING)
+            if step != "prepare":  # all ranks had proven it, so it goes forward
+                held, alternating.holds = following, 1 - alternating.holds
+            assert (status.state, status.active_root) == ("serving", held.root), (step, status)
+            assert status.recovery.outcome == "reinstalled"
+            alternating.check()
+            assert server.label() == f"{held.weight_version}@{held.root}"
+            if step == "prepare":  # nothing was wrong with it: the same one may come again
+                update(held := following)
+
+
+def test_a_side_car_without_books_is_refused_unless_it_takes_the_server_over(
+    alternating: Alternating, sidecar: SidecarProcess
+) -> None:
+    """The one of the test before was killed."""
+    key = make_api_key(sidecar.directory)
+    sidecar.start(alternating.server.url, server="sglang", api_key_file=key)
+    with sidecar.client(timeout_s=WAIT_S) as engine:
+        with pytest.raises(SessionRefused, match=r"driver .* has this engine"):
+            engine.update_weights(alternating.trainer.publish(alternating.next()))
+        alternating.check()
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "broadcast"])
+def test_a_side_car_takes_updates_with_the_servers_key(
+    transport: str, alternating: Alternating, sidecar: SidecarProcess
+) -> None:
+    options: dict[str, Any] = {"server": "sglang", "transport": transport, "take_over": True}
+    options["api_key_file"] = make_api_key(sidecar.directory)
+    address = {"address": "127.0.0.1"} if transport == "broadcast" else {}
+    assert sidecar.start(alternating.server.url, **options).state == "empty"
+    with (
+        make_weight_bridge(transport, source_worker="trainer", **address) as trainer,
+        sidecar.client(timeout_s=WAIT_S) as engine,
+    ):
+        for number in (1, 3):
+            manifest = trainer.publish(alternating.next(), weight_version=number)
+            assert engine.update_weights(manifest).proof.root == manifest.root
+            alternating.holds = 1 - alternating.holds
+            other = trainer.publish({"other.weight": torch.ones(3)}, weight_version=number + 1)
+            with pytest.raises(IncompatibleUpdate):
+                engine.update_weights(other)
+            alternating.check()
+            assert "sglang" in {one.worker for one in trainer.holders(manifest.update_id)}
+            status = engine.status()
+            assert (status.active_root, status.transport) == (manifest.root, transport)
+
+
+# ---- the last test: there is no server behind it -------------------------------------------------
+
+
 def test_a_server_that_is_killed_is_told_within_the_deadline(alternating: Alternating) -> None:
-    server = alternating.server  # nobody asks it after this test
-    with executor_for(server.url, api_key=KEY) as executor:
+    server = alternating.server
+    with executor_for(server.url, api_key=KEY, take_over=True) as executor:
         alternating.update(executor)
         killer = threading.Thread(target=server.end)
         adapter = executor.weight_install_adapter

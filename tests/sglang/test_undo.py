@@ -21,7 +21,9 @@ def test_an_install_that_fails_at_any_tensor_is_undone(
         "exchange": exchange,
     }
     with executor_for(bench.engine, **options) as executor:
-        for nth in range(len(bench.weights[0])):
+        count = len(bench.weights[0])
+        every = (route, exchange) == WAYS[0]
+        for nth in range(count) if every else (0, count // 2, count - 1):
             bench.plant("fail", nth)
             manifest = bench.trainer.publish(bench.next())
             with pytest.raises(WeightUpdateRejectedError, match=f"planted at tensor {nth}"):
