@@ -143,7 +143,8 @@ def test_the_parts_that_ranks_take_are_asked_for_once_in_a_session_and_must_be_a
         prepare(1, halves[0], halves[0])
     assert prepare(2, *halves)
     assert not prepare(3)
-    driver.leave()  # another engine may be there
+    driver.leave()
+    client.told = {**client.told, "epoch": 7}  # others had it since, or it is another engine
     assert prepare(4, *halves)
 
 

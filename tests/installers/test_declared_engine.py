@@ -3,7 +3,7 @@
 A wrong guess would be a false proof and a false undo: of a staging buffer, of a draft model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,12 +14,6 @@ from rl_bridge.errors import TornEngine
 from rl_bridge.installers.wrapped import engine_of
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-@pytest.fixture
-def trainer() -> Iterator[SharedMemoryTensorBridge]:
-    with SharedMemoryTensorBridge(source_worker="trainer", suspicious="off") as bridge:
-        yield bridge
 
 
 def executor_of(adapter: Any) -> RolloutExecutor:

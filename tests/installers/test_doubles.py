@@ -1,6 +1,6 @@
 """A second name of what an engine ties: loaders pass over it, and its bytes must be the first's."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -30,12 +30,6 @@ class Model(torch.nn.Module):
         for name, tensor in given:
             if name == "embed":
                 self.embed.weight.data.copy_(tensor.narrow(0, 0, self.embed.num_embeddings))
-
-
-@pytest.fixture
-def trainer() -> Iterator[SharedMemoryTensorBridge]:
-    with SharedMemoryTensorBridge(source_worker="trainer", suspicious="off") as bridge:
-        yield bridge
 
 
 def learned(model: torch.nn.Module, sent: dict[str, torch.Tensor]) -> LoadPlan:

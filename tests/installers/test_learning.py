@@ -117,32 +117,6 @@ def test_elements_whose_numbers_share_a_digit_are_found_by_the_others(digit: int
         learned(Model(ROWS["large"], mishap))
 
 
-@pytest.mark.parametrize("count", [1, 127, 128, 1 << 14, (1 << 21) - (1 << 14), 3_000_001])
-@pytest.mark.parametrize("copies", [0, 1 << 30])
-def test_every_element_has_a_number_of_its_own_that_is_not_paddings(
-    count: int, copies: int
-) -> None:
-    numbering = Numbering.of(count, count + copies)
-    numbers = torch.zeros(count, dtype=torch.int64)
-    for digit in range(numbering.digits):
-        memory = torch.empty(count, dtype=numbering.dtype)
-        numbering.write(memory, digit)
-        assert memory.min() >= 0  # else it is a mark
-        numbers += memory.long() << numbering.bits * digit
-    assert numbers.all()
-    ordered = numbers.sort()[0]
-    assert (ordered[1:] != ordered[:-1]).all()
-
-
-def test_a_digit_alone_tells_rows_apart() -> None:
-    numbering = Numbering.of(1 << 23, 1 << 24)
-    memory = torch.empty(1 << 23, dtype=numbering.dtype)
-    for digit in range(numbering.digits):
-        numbering.write(memory, digit)
-        rows = memory.view(-1, 4096)
-        assert not (rows[1:] == rows[:-1]).all(1).any()
-
-
 def test_trying_a_loader_takes_what_was_asked_for_and_no_more_than_the_weights() -> None:
     asked: list[int] = []
     model = Model(ROWS["large"])

@@ -1,6 +1,5 @@
 """Tied names: an update may hold one of them, or all with equal bytes, and nothing else."""
 
-from collections.abc import Iterator
 from typing import Literal
 
 import pytest
@@ -17,12 +16,6 @@ from rl_bridge.errors import IncompatibleUpdate
 Mode = Literal["copy", "alias", "flip"]
 MODES: list[Mode] = ["copy", "alias", "flip"]
 every_mode = pytest.mark.parametrize("mode", MODES)
-
-
-@pytest.fixture
-def trainer() -> Iterator[SharedMemoryTensorBridge]:
-    with SharedMemoryTensorBridge(source_worker="trainer", suspicious="off") as bridge:
-        yield bridge
 
 
 def tied_model(value: float, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

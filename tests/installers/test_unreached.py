@@ -43,10 +43,6 @@ def inside(layer: torch.nn.Module) -> torch.nn.Module:
 # ---- buffers ------------------------------------------------------------------------------------
 
 
-def test_a_view_of_a_parameter_follows_it() -> None:
-    refuse_unreached(inside(Mixer()))
-
-
 def test_a_view_of_a_weight_that_was_packed_since_is_named() -> None:
     mixer = Mixer()
     mixer.conv.weight.data = mixer.conv.weight.data.clone()  # as vLLM packs
@@ -65,26 +61,6 @@ def test_buffers_of_their_own_are_none(kind: str, recorded: set[str]) -> None:
 
 
 # ---- attention ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sinks_that_are_the_parameter_follow_it(dtype: torch.dtype) -> None:
-    layer = Attention(dtype)
-    refuse_unreached(inside(layer))
-    layer.impl.sinks = layer.sinks.data[:]
-    refuse_unreached(inside(layer))
-
-
-def test_a_copy_of_sinks_is_named() -> None:
-    layer = Attention()
-    layer.impl.sinks = layer.sinks.float()
-    with pytest.raises(IncompatibleUpdate, match=r"layer '1': .*copy of its sinks \(float32\)"):
-        refuse_unreached(inside(layer))
-
-
-def test_sinks_that_the_first_step_will_copy_are_named_before_it() -> None:
-    with pytest.raises(IncompatibleUpdate, match=r"copy of its sinks \(float16\)"):
-        refuse_unreached(inside(Attention(torch.float16)))
 
 
 def test_the_sinks_of_each_attention_that_a_layer_chooses_from_are_looked_at() -> None:
