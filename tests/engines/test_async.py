@@ -16,7 +16,6 @@ from rl_bridge import (
     WeightBridgeUnavailableError,
     WeightUpdateManifest,
 )
-from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.testing.processes import until
 from tests.engines.drive import PROMPTS, Answers, Setting, executor_for
 from tests.engines.looped import Looped, looped
@@ -96,29 +95,6 @@ def test_the_labels_of_requests_under_way_are_exact_to_the_token(
         # What follows is what the new weights say behind these tokens, not behind old caches.
         ((rest, _),) = engine.answers(((*output.prompt_token_ids, *tokens[:cut]),), TOKENS - cut)
         assert tokens[cut:] == rest
-
-
-def test_requests_under_way_do_not_notice_a_refused_update(
-    engine: Looped,
-    executor: RolloutExecutor,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-) -> None:
-    executor.update_weights(trainer.publish(weights[0]))
-    alone = engine.answers(tokens=TOKENS)
-    assert engine.run(engine.llm.reset_prefix_cache())
-    requests = [engine.ask(prompt, TOKENS) for prompt in PROMPTS]
-    for request in requests:
-        request.reach(20)
-    sent = dict(weights[1])
-    name = "model.layers.0.self_attn.k_proj.weight"
-    sent[name] = torch.full_like(sent[name], float("nan"))
-    for _ in range(3):
-        with pytest.raises(IncompatibleUpdate, match="NaN"):
-            executor.update_weights(trainer.publish(sent))
-    outputs = [request.result() for request in requests]
-    assert [tuple(o.outputs[0].token_ids) for o in outputs] == [tokens for tokens, _ in alone]
-    assert all(len(output.outputs[0].weight_versions) == 1 for output in outputs)
 
 
 @pytest.mark.parametrize(

@@ -227,17 +227,25 @@ def test_a_copy_that_a_step_makes_while_an_update_is_under_way_is_found(
 
 
 @WAYS
+@pytest.mark.parametrize("hook", ["process_weights_after_loading", "post_weight_load"])
 def test_a_hook_behind_the_first_load_is_refused(
-    way: Any, config: VllmConfig, trainer: Trainer
+    way: Any, hook: str, config: VllmConfig, trainer: Trainer
 ) -> None:
-    class Processed(Sunk):
-        """As Kimi-K3 and DeepSeek-V4 do."""
+    """Such as those of Kimi-K3 and DeepSeek-V4, which derive something of their weights."""
+    model = loaded(Sunk(torch.float32), config, {})
+    setattr(model, hook, lambda: None)
+    with pytest.raises(IncompatibleUpdate, match=f"Sunk: its {hook}"):
+        update(way, model, config, trainer, {"sinks": torch.ones(8)})
 
-        def process_weights_after_loading(self) -> None:
-            """Derives something of its weights."""
 
-    model = loaded(Processed(torch.float32), config, {})
-    with pytest.raises(IncompatibleUpdate, match="Processed: its process_weights_after_loading"):
+@WAYS
+@pytest.mark.parametrize("leaf", ["_wp_fp32", "_merged_conv_weight"])
+def test_what_a_step_keeps_of_weights_is_refused(
+    way: Any, leaf: str, config: VllmConfig, trainer: Trainer
+) -> None:
+    model = loaded(Sunk(torch.float32), config, {})
+    setattr(model.attn, leaf, torch.ones(2))
+    with pytest.raises(IncompatibleUpdate, match=f"its {leaf} was made of weights"):
         update(way, model, config, trainer, {"sinks": torch.ones(8)})
 
 

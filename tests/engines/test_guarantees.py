@@ -42,24 +42,6 @@ from tests.guarantees.test_G12_explained import (
     test_the_publisher_hears_the_consumers_phases,
 )
 
-__all__ = [
-    "test_a_failure_explains_what_was_done_about_it",
-    "test_a_late_manifest_leaves_the_engine_as_it_is",
-    "test_an_acknowledgement_carries_the_root_of_what_the_engine_holds",
-    "test_an_acknowledgement_says_what_was_installed_and_how_long_each_phase_took",
-    "test_an_engine_whose_update_was_released_is_undone_all_the_same",
-    "test_an_install_that_fails_at_any_tensor_is_undone",
-    "test_an_update_that_does_not_fit_touches_nothing",
-    "test_an_update_that_fails_leaves_the_engine_at_the_version_it_had",
-    "test_failures_in_a_row_do_not_wear_the_undo_out",
-    "test_one_byte_changed_behind_the_adapters_back_is_found_and_undone",
-    "test_the_initial_weights_come_back_when_the_first_install_fails",
-    "test_the_proof_reaches_the_publisher",
-    "test_the_publisher_hears_the_consumers_phases",
-    "test_the_version_before_comes_back_when_a_later_install_fails",
-    "test_version_after_version_the_engine_holds_what_was_published",
-]
-
 POINTS = {Stage.BEFORE_INSTALL: "assemble", Stage.HALF_WAY: "exchange"}
 """Where a stage is in vLLM's worker. (Behind the proof it is vLLM's own label that fails.)"""
 

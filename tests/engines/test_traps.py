@@ -60,15 +60,6 @@ def test_plain_load_weights_fails_on_packed_layers_and_an_update_mends_what_it_t
     engine.check()
 
 
-def test_q_without_k_and_v_is_refused(engine: Bench) -> None:
-    sent = engine.next()
-    for part in ("k_proj", "v_proj"):
-        del sent[f"model.layers.1.self_attn.{part}.weight"]
-    with pytest.raises(IncompatibleUpdate, match="Publish the fused parts together"):
-        engine.executor.update_weights(engine.trainer.publish(sent))
-    engine.check()
-
-
 def test_a_slot_that_is_written_again_right_after_the_update_changes_nothing(
     engine: Bench,
 ) -> None:
@@ -195,36 +186,6 @@ def test_a_cache_that_requests_hold_refuses_to_be_reset_and_the_update_is_undone
         executor.update_weights(engine.trainer.publish(engine.next()))
     assert engine.rest(ids) == engine.fresh[engine.holds]
     engine.check()
-
-
-def test_requests_under_way_are_computed_anew_with_the_new_weights(engine: Bench) -> None:
-    ids = engine.begin("anew", steps=9)
-    engine.update()
-    outputs = engine.finish(ids)
-    for output in outputs:
-        tokens = tuple(output.outputs[0].token_ids)
-        spans = output.outputs[0].weight_versions
-        cut = spans[0].end
-        assert 0 < cut < len(tokens)
-        prompt = (*output.prompt_token_ids, *tokens[:cut])
-        assert engine.llm.reset_prefix_cache()
-        (again,) = engine.llm.generate(
-            prompts_for((prompt,)), greedy(len(tokens) - cut), use_tqdm=False
-        )
-        assert tuple(again.outputs[0].token_ids) == tokens[cut:]
-    engine.check()
-
-
-def test_the_label_is_bound_to_the_root_and_changes_with_the_weights(engine: Bench) -> None:
-    first = engine.update()
-    ids = engine.begin("label", steps=6)
-    second = engine.update()
-    for output in engine.finish(ids):
-        before, after = output.outputs[0].weight_versions
-        assert before.version == f"{first.weight_version}@{first.root}"
-        assert after.version == f"{second.weight_version}@{second.root}"
-        assert (before.start, before.end) == (0, after.start)
-        assert after.end == len(output.outputs[0].token_ids)
 
 
 # ---- vLLM's own reload ----------------------------------------------------------------------

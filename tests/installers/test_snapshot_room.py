@@ -1,14 +1,11 @@
 """The memory of a snapshot is used again for the next one; the kernel may have it in between."""
 
-import ctypes
 from pathlib import Path
 
-import pytest
 import torch
 
 from rl_bridge.installers.snapshot import Snapshot
-from rl_bridge.memory.views import Pin, anonymous_pin
-from rl_bridge.memory.vm import huge_pages
+from rl_bridge.memory.views import Pin
 
 ELEMENTS = 1 << 20
 
@@ -74,27 +71,3 @@ def test_room_of_another_size_is_not_used() -> None:
     snapshot.restore()
     assert torch.equal(model.weight, expected)
     assert snapshot.give_room() is not room
-
-
-def test_room_may_be_huge_pages_where_the_kernel_has_them() -> None:
-    """Small ones that it might have taken take a page fault each, as long as the copy itself."""
-    made = anonymous_pin(4 << 20)
-    has_them = huge_pages(made.address, made.nbytes)
-    room = Snapshot(engine()).give_room()
-    assert ("hg" in told(room)["VmFlags:"]) == has_them
-
-
-def test_locked_memory_is_kept_and_used_again() -> None:
-    model = torch.nn.Linear(4096, 1, bias=False)
-    snapshot = Snapshot(model)
-    pin = snapshot._pin
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mlock(ctypes.c_void_p(pin.address), ctypes.c_size_t(pin.nbytes)):
-        pytest.skip("this process may lock no memory")  # pragma: no cover - in some containers
-    room = snapshot.give_room()
-    expected = model.weight.detach().clone()
-    again = Snapshot(model, room=room)
-    torch.nn.init.zeros_(model.weight)
-    again.restore()
-    assert torch.equal(model.weight, expected)
-    assert again.give_room() is room

@@ -1,53 +1,14 @@
-"""Engines for side-cars of these tests: `rl-bridge sidecar tests.sglang.sidecars:NAME`.
+"""Engines for side-cars of these tests: `rl-bridge sidecar tests.sglang.sidecars:NAME`."""
 
-The server's URL is in a file of the side-car's working directory.
-"""
-
-import os
-import signal
-from collections.abc import Mapping
-from pathlib import Path
-
-import torch
-
-from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.remote import TwoPhaseExecutor
 from rl_bridge.sglang import SGLangInstallAdapter, connect
+from tests.engines.sidecars import URL, dying_executor
 from tests.sglang.served import KEY
 
-__all__ = ["DEATH", "URL", "dying"]
-
-DEATH = Path("die-here")
-"""Where it names a step, that step is the side-car's last."""
-URL = Path("engine-url")
-
-
-class Dying(SGLangInstallAdapter):
-    """Is killed right behind the step that the file names."""
-
-    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().prepare(manifest, tensors)
-        die("prepare")
-
-    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().install(manifest, tensors)
-        die("install")
-
-    def commit(self) -> None:
-        super().commit()
-        die("commit")
-
-
-def die(step: str) -> None:
-    if DEATH.exists() and DEATH.read_text() == step:
-        DEATH.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
+__all__ = ["dying"]
 
 
 def dying() -> TwoPhaseExecutor:
     """An SGLang server's."""
-    return TwoPhaseExecutor(
-        weight_bridge=make_weight_bridge("shared-memory", source_worker="sidecar"),
-        weight_install_adapter=Dying(connect(URL.read_text(), api_key=KEY), take_over=True),
-        suspicious="off",
-    )
+    engine = connect(URL.read_text(), api_key=KEY)
+    return dying_executor(SGLangInstallAdapter(engine, take_over=True))

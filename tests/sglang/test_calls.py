@@ -7,12 +7,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rl_bridge import EngineLost, WeightBridgeUnavailableError
-from rl_bridge.engines.sglang.client import connect
+from rl_bridge import WeightBridgeUnavailableError
 from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.testing.processes import until
 from tests.helpers import stop
@@ -71,24 +69,6 @@ def test_an_engine_that_hangs_is_told_and_its_late_answers_are_nobody_elses(benc
     with executor_for(bench.engine) as executor:
         bench.update(executor)
     bench.check()
-
-
-def test_an_answer_to_another_drivers_call_is_not_taken(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = (connect(bench.engine, timeout_s=WAIT_S) for _ in range(2))
-    answers: list[tuple[bool, Any]] = []
-    control = first.control
-
-    def recorded(route: str, **body: Any) -> tuple[bool, Any]:
-        answers.append(control(route, **body))
-        return answers[-1]
-
-    monkeypatch.setattr(first, "control", recorded)
-    first.ask("describe")
-    monkeypatch.setattr(second, "control", lambda *_, **__: answers[0])
-    with pytest.raises(EngineLost, match="out of step"):
-        second.ask("describe")
 
 
 def test_an_engine_without_the_plugin_says_how_to_get_it(

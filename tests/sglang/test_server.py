@@ -22,11 +22,11 @@ from rl_bridge.engines.sglang.engine_adapter import PauseMode
 from rl_bridge.engines.sglang.loaders import ROUTES, RouteName
 from rl_bridge.errors import IncompatibleUpdate, SessionRefused
 from tests.engines.models import Checkpoints, Kind
+from tests.engines.sidecars import DEATH, URL
 from tests.engines.trainer import Trainer
 from tests.remote.process import SidecarProcess, make_key
 from tests.sglang.bench import Engines, executor_for
 from tests.sglang.served import KEY, Served, make_api_key, served
-from tests.sglang.sidecars import DEATH, URL
 from tests.sglang.test_equal import folder
 
 KIND = Kind("qwen2")
