@@ -191,4 +191,4 @@ def _apply_half(exchange: Exchange, staged: Staged) -> None:
 
 def plant_fault(*, is_armed: bool) -> None:
     """Let every exchange of weights in this process fail half-way from now on, or none."""
-    Exchange.apply = _apply_half if is_armed else _apply  # type: ignore[method-assign]
+    Exchange.apply = _apply_half if is_armed else _apply  # type: ignore[method-assign,assignment]

@@ -65,23 +65,6 @@ class EnginePackage:
                 )
             raise WeightBridgeUnavailableError(msg) from error
 
-    def lacks(self, *needs: str) -> str | None:
-        """The first of some names that the engine does not have, told in words; None if it has all.
-
-        Args:
-            needs: each as ``module:Class.attribute``, or ``module:name``.
-
-        """
-        for need in needs:
-            home, _, path = need.partition(":")
-            found: object = self.require(home)
-            for name in path.split("."):
-                if not hasattr(found, name):
-                    where = getattr(found, "__name__", home)
-                    return f"{self.name}'s {where} has no {name}"
-                found = getattr(found, name)
-        return None
-
 
 @dataclass(frozen=True, slots=True)
 class Feature:

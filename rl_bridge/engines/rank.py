@@ -166,7 +166,7 @@ class EngineRank:
             "import": (imported - start) * 1e3,
             "stage": (time.perf_counter() - imported) * 1e3,
         }
-        reply = {
+        reply: Reply = {
             "timings_ms": {**told, **self._timings_ms},
             "verified": manifest.root if imports else "",
         }

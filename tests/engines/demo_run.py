@@ -11,8 +11,6 @@ from rl_bridge.demo import run_demo
 from rl_bridge.demo.rollout import Engine
 from rl_bridge.demo.trainer import MIN_STEPS, Fault, logprob_tolerance
 
-__all__ = ["run_shortly"]
-
 
 def below(pid: int) -> set[str]:
     """The processes that any thread of this one started."""

@@ -16,23 +16,6 @@ from rl_bridge.engines.vllm.client import connect
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter, VLLMServing
 from tests.engines.models import Kind
 
-__all__ = [
-    "MAX_TOKENS",
-    "PROMPTS",
-    "Answers",
-    "Setting",
-    "answers",
-    "arguments",
-    "executor_for",
-    "greedy",
-    "leave",
-    "model_of",
-    "native_update",
-    "prompts_for",
-    "read",
-    "start",
-]
-
 PROMPTS: tuple[tuple[int, ...], ...] = (
     (1, 5, 9, 17, 33),
     (1, 100, 200),

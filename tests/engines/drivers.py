@@ -9,8 +9,6 @@ from rl_bridge import WeightBridgeError, WeightUpdateManifest
 from rl_bridge.engines.vllm.client import ServerClient
 from tests.engines.drive import executor_for
 
-__all__ = ["STEPS", "drive"]
-
 # Behind which of its calls it stops, and the arguments that this one begins with.
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "paused": ("stop", ()),

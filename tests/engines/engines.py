@@ -25,8 +25,6 @@ from tests.engines.models import Checkpoints
 from tests.engines.references import References
 from tests.engines.trainer import Trainer
 
-__all__ = ["Bench", "bench"]
-
 
 @dataclass(slots=True)
 class Bench:

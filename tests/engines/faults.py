@@ -20,8 +20,6 @@ from rl_bridge.engines.rank import Stage
 from rl_bridge.engines.vllm import canary, model_installer
 from rl_bridge.testing import in_rank
 
-__all__ = ["FaultyWorker", "PlantedError", "flip_byte", "plant", "uproot"]
-
 T = TypeVar("T")
 _originals: list[tuple[Any, str, Any]] = []
 _calls = [0]

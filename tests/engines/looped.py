@@ -19,8 +19,6 @@ from tests.engines.drive import (
     read,
 )
 
-__all__ = ["Looped", "Running", "looped"]
-
 DEADLINE_S = 120
 
 

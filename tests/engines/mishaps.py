@@ -9,8 +9,6 @@ import torch
 from rl_bridge import WeightUpdateManifest
 from tests.engines.trainer import Trainer
 
-__all__ = ["FAILURES", "fail"]
-
 # In the trainer, while staging, in the exchange.
 FAILURES = {
     "nan": "are NaN or Inf",

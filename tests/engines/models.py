@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-__all__ = ["VOCABULARY", "Checkpoints", "Kind"]
-
 VOCABULARY = 512
 _SHAPE = {
     "vocab_size": VOCABULARY,

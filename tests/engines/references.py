@@ -7,8 +7,6 @@ from typing import Any
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, start
 from tests.engines.models import Checkpoints
 
-__all__ = ["References"]
-
 
 class References:
     """Answers of fresh engines, each asked for once in a session."""

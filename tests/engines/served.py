@@ -15,8 +15,6 @@ import httpx
 from rl_bridge.testing.processes import free_port, until
 from tests.engines.drive import MAX_TOKENS, PROMPTS, Answers, Setting, arguments
 
-__all__ = ["Served", "served"]
-
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 150
 END_S = 30

@@ -13,8 +13,6 @@ from rl_bridge.engines import EngineDriver
 from rl_bridge.remote import TwoPhaseExecutor
 from rl_bridge.vllm import VLLMEngineAdapter
 
-__all__ = ["DEATH", "URL", "dying", "dying_executor"]
-
 DEATH = Path("die-here")
 """Where it names a step, that step is the side-car's last."""
 URL = Path("engine-url")

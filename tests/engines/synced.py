@@ -11,8 +11,6 @@ from rl_bridge import WeightBridgeUnavailableError, WeightUpdateRequest
 from rl_bridge.strategies import WeightTransferConfig, init_info_from_json, make_transfer_strategy
 from rl_bridge.trainers import StateDictExtractor
 
-__all__ = ["sync_whole_or_not_at_all"]
-
 
 class Client:
     """Hands requests to the loader as text."""

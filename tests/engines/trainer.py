@@ -10,8 +10,6 @@ import torch
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge import ConsumerReport
 
-__all__ = ["Trainer"]
-
 _VERSIONS = itertools.count(1)
 
 

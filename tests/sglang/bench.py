@@ -21,21 +21,6 @@ from rl_bridge.testing.processes import until
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 
-__all__ = [
-    "CALL_S",
-    "PROMPTS",
-    "SAMPLING",
-    "WAYS",
-    "Answers",
-    "Bench",
-    "Engines",
-    "checksums",
-    "cores_for",
-    "executor_for",
-    "forget",
-    "options",
-]
-
 PROMPTS: tuple[tuple[int, ...], ...] = ((1, 5, 9, 17, 33), (1, 100, 200), (*[7] * 40, 3, 4, 5))
 SAMPLING = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
 # Route, and whether what it imports is exchanged for what serves.

@@ -21,8 +21,6 @@ from rl_bridge.engines.staging import Exchange, Staged, TensorChange
 from rl_bridge.installers.snapshot import Snapshot
 from rl_bridge.testing import in_rank
 
-__all__ = ["ask", "plant"]
-
 Named = tuple[str, torch.Tensor]
 _originals: list[tuple[Any, str, Any]] = []
 

@@ -26,8 +26,6 @@ from tests.sglang.bench import (
     read,
 )
 
-__all__ = ["KEY", "Served", "make_api_key", "served"]
-
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 240
 END_S = 30

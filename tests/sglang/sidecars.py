@@ -5,8 +5,6 @@ from rl_bridge.sglang import SGLangInstallAdapter, connect
 from tests.engines.sidecars import URL, dying_executor
 from tests.sglang.served import KEY
 
-__all__ = ["dying"]
-
 
 def dying() -> TwoPhaseExecutor:
     """An SGLang server's."""

@@ -236,7 +236,7 @@ def test_a_side_car_takes_updates_with_the_servers_key(
 ) -> None:
     options: dict[str, Any] = {"server": "sglang", "transport": transport, "take_over": True}
     options["api_key_file"] = make_api_key(sidecar.directory)
-    address = {"address": "127.0.0.1"} if transport == "broadcast" else {}
+    address: dict[str, Any] = {"address": "127.0.0.1"} if transport == "broadcast" else {}
     assert sidecar.start(alternating.server.url, **options).state == "empty"
     with (
         make_weight_bridge(transport, source_worker="trainer", **address) as trainer,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Any
 
 from rl_bridge.engines import probe as engine_probe
 from rl_bridge.engines.probe import TIMEOUT_S, Feature
@@ -26,21 +27,28 @@ def _plugin() -> str | None:
     if allowed and NAME not in {name.strip() for name in allowed.split(",")}:
         return f"SGLANG_PLUGINS allows {allowed}, and not {NAME}"
     require("sglang.srt.plugins.hook_registry")
-    return SGLANG.lacks(*map(_need, (ANSWERED, RECEIVED, *GUARDED)))
+    return next(filter(None, map(_missing, (ANSWERED, RECEIVED, *GUARDED))), None)
 
 
-def _need(hooked: str) -> str:
-    """A method that the plugin hooks, as `EnginePackage.lacks` takes it."""
-    module, kind, name = hooked.rsplit(".", 2)
-    return f"{module}:{kind}.{name}"
+def _missing(target: str) -> str | None:
+    """What is missing of a method that the plugin hooks."""
+    path, _, name = target.rpartition(".")
+    module, _, kind = path.rpartition(".")
+    return None if hasattr(getattr(require(module), kind), name) else f"SGLang has no {kind}.{name}"
 
 
 def _routes(*names: str) -> Callable[[], str | None]:
     """Which of some control routes is missing, on either side of them."""
-    requests = (f"sglang.srt.managers.io_struct:{REQUESTS[name]}" for name in names)
-    manager = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
-    needs = [*requests, *(f"{manager}.{name}" for name in names)]
-    return lambda: SGLANG.lacks(*needs)
+
+    def attempt() -> str | None:
+        requests = require("sglang.srt.managers.io_struct")
+        manager: Any = require("sglang.srt.managers.tokenizer_manager").TokenizerManager
+        for name in names:
+            if not hasattr(requests, REQUESTS[name]) or not hasattr(manager, name):
+                return f"this SGLang has no route {name}"
+        return None
+
+    return attempt
 
 
 def _server() -> str | None:

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
@@ -46,12 +47,16 @@ def _backend() -> str | None:
 
 def _executor() -> str | None:
     register()
-    return VLLM.lacks(
-        f"vllm.v1.worker.worker_base:WorkerBase.{METHOD}",
-        "vllm.v1.engine.core:EngineCore.pause_scheduler",
-        "vllm.entrypoints.llm:LLM.collective_rpc",
-        "vllm.v1.engine.async_llm:AsyncLLM.pause_generation",
-    )
+    wanted = {
+        "vllm.v1.worker.worker_base": ("WorkerBase", METHOD),
+        "vllm.v1.engine.core": ("EngineCore", "pause_scheduler"),
+        "vllm.entrypoints.llm": ("LLM", "collective_rpc"),
+        "vllm.v1.engine.async_llm": ("AsyncLLM", "pause_generation"),
+    }
+    for module, (name, attribute) in wanted.items():
+        if not hasattr(getattr(require(module), name), attribute):
+            return f"vLLM's {name} has no {attribute}"
+    return None
 
 
 def _server() -> str | None:
@@ -64,6 +69,16 @@ def _server() -> str | None:
             continue
         return None
     return "this vLLM's server has none of the development routes"
+
+
+def _labels() -> str | None:
+    llm = require("vllm.entrypoints.llm").LLM
+    return None if hasattr(llm, "update_weight_version") else "LLM has no update_weight_version"
+
+
+def _spans() -> str | None:
+    found = {item.name for item in fields(require("vllm.outputs").CompletionOutput)}
+    return None if "weight_versions" in found else "outputs have no weight_versions"
 
 
 def _native(module: str) -> Callable[[], str | None]:
@@ -103,15 +118,12 @@ FEATURES: Mapping[str, Feature] = {
         f"Install httpx: {PACKAGE.install}.",
     ),
     "vllm version labels": Feature(
-        "an engine tells the version that it serves",
-        "0.27.0",
-        lambda: VLLM.lacks("vllm.entrypoints.llm:LLM.update_weight_version"),
-        _UPGRADE,
+        "an engine tells the version that it serves", "0.27.0", _labels, _UPGRADE
     ),
     "vllm version spans": Feature(
         "each output tells which tokens come from which version",
         "0.32.0",
-        lambda: VLLM.lacks("vllm.outputs:CompletionOutput.weight_versions"),
+        _spans,
         "Upgrade vLLM: pip install 'vllm>=0.32.0'.",
     ),
     "vllm ipc": Feature(
