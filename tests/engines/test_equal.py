@@ -9,6 +9,7 @@ import itertools
 import pytest
 
 from tests.engines.drive import Setting, answers, executor_for, native_update, start
+from tests.engines.matrix import few_of
 from tests.engines.mishaps import FAILURES, fail
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References
@@ -37,7 +38,7 @@ EVERY = [
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
     "setting",
-    [pytest.param(one, marks=() if one in CHOSEN else pytest.mark.full) for one in EVERY],
+    few_of(EVERY, *CHOSEN),
     ids=str,
 )
 def test_an_engine_is_a_fresh_one_after_updates_and_failures(

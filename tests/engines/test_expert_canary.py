@@ -11,14 +11,12 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 from rl_bridge.engines.vllm.canary import check_experts
 from rl_bridge.errors import ProofFailed
+from tests.engines.matrix import few_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # experts, intermediate, hidden
 SHAPES = [(4, 32, 64), (3, 768, 1024)]
-EACH_DTYPE = pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(one, marks=pytest.mark.full) if one == "float16" else one for one in DTYPES],
-)
+EACH_DTYPE = pytest.mark.parametrize("dtype", few_of(DTYPES, "float32", "bfloat16"))
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

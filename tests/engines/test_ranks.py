@@ -25,6 +25,7 @@ from rl_bridge.transports.shared_memory import SharedMemory
 from rl_bridge.vllm import VLLMEngineAdapter, VLLMServing
 from tests.engines.drive import Setting, answers, executor_for, native_update, start
 from tests.engines.engines import Bench, bench
+from tests.engines.matrix import few_of
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References
 from tests.engines.trainer import Trainer
@@ -129,18 +130,15 @@ def states(engine: Bench) -> list[tuple[object, object, object]]:
     return [(rank["root"], rank["pending"], rank["torn"]) for rank in told]
 
 
-EVERY = itertools.product(STEPS, (0, 1), ("executor", "vLLM's calls"))
-
-
 @pytest.mark.parametrize(
     ("step", "rank", "by"),
-    [
+    few_of(
+        itertools.product(STEPS, (0, 1), ("executor", "vLLM's calls")),
         (STEPS[1], 0, "executor"),
         (STEPS[1], 1, "vLLM's calls"),
         (STEPS[6], 0, "vLLM's calls"),
         (STEPS[7], 1, "executor"),
-        *(pytest.param(*one, marks=FULL) for one in EVERY),
-    ],
+    ),
 )
 def test_a_rank_that_fails_takes_the_others_back_and_the_next_update_works(
     engine: Bench, step: tuple[str, int, str], rank: int, by: str
@@ -161,7 +159,7 @@ def test_a_rank_that_fails_takes_the_others_back_and_the_next_update_works(
 
 @pytest.mark.parametrize(
     ("rank", "step"),
-    [(0, STEPS[1]), (1, STEPS[7]), *(pytest.param(1, one, marks=FULL) for one in STEPS[3:6:2])],
+    few_of(itertools.product((0, 1), STEPS[1::2]), (0, STEPS[1]), (1, STEPS[7])),
 )
 def test_requests_under_way_do_not_notice_that_a_rank_failed(
     engine: Bench, step: tuple[str, int, str], rank: int

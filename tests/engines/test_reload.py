@@ -21,7 +21,9 @@ from rl_bridge.engines.vllm.compat import VLLMCompat
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
+from rl_bridge.vllm import VLLMEngineAdapter, VLLMServing
 from tests.engines.drive import Answers, Setting, answers, model_of, start
+from tests.engines.matrix import few_of
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 
@@ -274,7 +276,7 @@ def processing_fails(patch: pytest.MonkeyPatch, _: Served, at: int) -> None:
     patch.setattr(layerwise, "materialize_layer", failing)
 
 
-@pytest.mark.parametrize("at", [5, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 12))])
+@pytest.mark.parametrize("at", few_of((0, 5, 12), 5))
 @pytest.mark.parametrize("fault", [loader_fails, processing_fails, finalize_fails])
 def test_what_fails_anywhere_leaves_what_was_there(
     served: Served, update: Callable[..., Any], fault: Callable[..., None], at: int
@@ -398,3 +400,10 @@ def test_a_reload_that_somebody_else_left_half_way_is_refused(
             served.adapter().prepare(trainer.publish(served.weights[1]), served.weights[1])
     finally:
         info.reset()
+
+
+@pytest.mark.parametrize("wrong", [{"pause": None}, {"cast": True}])
+def test_a_reload_needs_a_pause_and_takes_no_cast(wrong: dict[str, Any]) -> None:
+    options = {"serving": VLLMServing(pause=None)} if "pause" in wrong else wrong
+    with pytest.raises(ValueError, match="reload=True"):
+        VLLMEngineAdapter("http://127.0.0.1:1", reload=True, **options)

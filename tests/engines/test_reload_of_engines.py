@@ -13,6 +13,7 @@ from tests.engines.models import Checkpoints, Kind
 from tests.engines.test_reload import WITH_INT8, quantized
 from tests.engines.trainer import Trainer
 
+pytestmark = pytest.mark.full  # that ranks decide together is tried in `test_ranks.py`
 SETTING = Setting(Kind("qwen2", dtype=WITH_INT8), in_process=False, ranks=2)
 
 
@@ -97,12 +98,3 @@ def test_vllms_own_calls_are_refused_where_the_executor_reloads(
     with pytest.raises(Exception, match="by reloads"):
         native_update(llm, trainer.publish(weights[1]))
     assert answers(llm) == fresh[0]
-
-
-@pytest.mark.parametrize("wrong", [{"pause": None}, {"cast": True}])
-def test_a_reload_needs_a_pause_and_takes_no_cast(wrong: dict[str, Any]) -> None:
-    from rl_bridge.vllm import VLLMEngineAdapter, VLLMServing
-
-    options = {"serving": VLLMServing(pause=None)} if "pause" in wrong else wrong
-    with pytest.raises(ValueError, match="reload=True"):
-        VLLMEngineAdapter("http://127.0.0.1:1", reload=True, **options)

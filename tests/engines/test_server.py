@@ -23,6 +23,7 @@ from rl_bridge.errors import DeadlineExceeded, IncompatibleUpdate
 from rl_bridge.testing.processes import until
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, executor_for, start
 from tests.engines.drivers import STEPS, drive
+from tests.engines.matrix import few_of
 from tests.engines.mishaps import FAILURES, fail
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.served import Served, served
@@ -152,10 +153,7 @@ def test_requests_under_way_change_version_at_a_token_that_they_tell(
 
 
 @pytest.mark.timeout(240)  # each driver is a process that imports torch
-@pytest.mark.parametrize(
-    "step",
-    [one if one == "installed" else pytest.param(one, marks=pytest.mark.full) for one in STEPS],
-)
+@pytest.mark.parametrize("step", few_of(STEPS, "installed"))
 def test_what_a_killed_driver_left_is_ended_by_the_next_ones_recover(
     server: Served,
     executor: RolloutExecutor,

@@ -4,6 +4,7 @@ Every step that can fail is made to, one after the other: each exchange, each as
 each of vLLM's own steps. Afterwards tokens and log-probabilities are to the bit what they were.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +17,7 @@ from rl_bridge.engines.vllm.client import LLMClient
 from tests.engines.drive import Setting, executor_for, greedy
 from tests.engines.engines import Bench, bench
 from tests.engines.faults import PlantedError, plant, uproot
+from tests.engines.matrix import few_of
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References
 
@@ -59,11 +61,11 @@ def every(point: str, attempt: Callable[[], bool]) -> int:
 
 @pytest.mark.parametrize(
     ("point", "by"),
-    [
+    few_of(
+        itertools.product(POINTS, ("executor", "vLLM's calls")),
         *((point, "executor") for point in POINTS),
         ("exchange", "vLLM's calls"),
-        *(pytest.param(one, "vLLM's calls", marks=pytest.mark.full) for one in POINTS[1:]),
-    ],
+    ),
 )
 def test_an_update_that_fails_anywhere_leaves_the_version_it_reports(
     engine: Bench, point: str, by: str

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.matrix import few_of
 from tests.engines.models import Kind
 from tests.sglang.bench import WAYS, Engines
 from tests.sglang.test_equal import alternate
@@ -11,13 +12,7 @@ from tests.sglang.test_equal import alternate
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        Kind("llama", tied=True),
-        *(
-            pytest.param(one, marks=pytest.mark.full)
-            for one in (Kind("qwen2", True), Kind("llama"))
-        ),
-    ],
+    few_of((Kind("qwen2", True), Kind("llama"), Kind("llama", True)), Kind("llama", True)),
     ids=str,
 )
 def test_an_updated_engine_equals_a_fresh_one(kind: Kind, engines: Engines, tmp_path: Path) -> None:

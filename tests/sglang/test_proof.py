@@ -10,17 +10,18 @@ from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
+from tests.engines.matrix import few_of
 from tests.sglang.bench import Bench, executor_for, sums_of
 from tests.sglang.test_equal import folder
 
 
 @pytest.mark.parametrize(
     ("fault", "exchange"),
-    [
+    few_of(
+        [(fault, exchange) for fault in ("wrong", "lost") for exchange in (True, False)],
         ("wrong", True),
         ("lost", False),
-        *(pytest.param(*one, marks=pytest.mark.full) for one in (("wrong", False), ("lost", True))),
-    ],
+    ),
 )
 def test_a_wrong_tensor_is_found_whichever_it_is(fault: str, exchange: bool, bench: Bench) -> None:
     with executor_for(bench.engine, exchange=exchange) as executor:

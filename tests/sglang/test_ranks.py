@@ -16,6 +16,7 @@ from rl_bridge.engines.sglang.loaders import RouteName
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.sglang import SGLangInstallAdapter, SGLangServing
 from rl_bridge.testing import EngineSuite, EngineUnderTest
+from tests.engines.matrix import few_of
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 from tests.remote.process import SidecarProcess, make_key
@@ -50,12 +51,12 @@ def test_updates_with_failures_mixed_in_equal_fresh_engines(pair: Bench, tmp_pat
 
 @pytest.mark.parametrize(
     ("route", "exchange", "rank"),
-    [
+    few_of(
+        [(*way, rank) for way in WAYS for rank in range(RANKS)],
         ("import", True, 0),
         ("import", False, 1),
         ("distributed", True, 0),
-        *(pytest.param(*way, rank, marks=FULL) for way in WAYS for rank in range(RANKS)),
-    ],
+    ),
 )
 def test_a_rank_that_fails_at_any_tensor_takes_the_other_one_back(
     rank: int, route: RouteName, exchange: bool, pair: Bench, tmp_path: Path
@@ -80,14 +81,12 @@ def test_a_rank_that_fails_at_any_tensor_takes_the_other_one_back(
 
 @pytest.mark.parametrize(
     ("route", "fault", "rank"),
-    [
+    few_of(
+        # The last byte of a tensor is in the last rank's slice.
+        [(way, *one) for way in ("import", "distributed") for one in (("lost", 0), ("wrong", 1))],
         ("import", "lost", 0),
-        ("distributed", "wrong", 1),  # the last byte of a tensor is in the last rank's slice
-        *(
-            pytest.param(*one, marks=FULL)
-            for one in (("import", "wrong", 1), ("tensor", "lost", 0))
-        ),
-    ],
+        ("distributed", "wrong", 1),
+    ),
 )
 def test_a_wrong_slice_of_one_rank_is_found_and_its_rank_named(
     route: RouteName, fault: str, rank: int, pair: Bench
