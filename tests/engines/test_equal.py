@@ -15,11 +15,11 @@ from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References
 from tests.engines.trainer import Trainer
 
-# Between them, these have every property: families, ties, dtypes, graphs, processes, ranks.
+# These have families, ties, dtypes, graphs and processes between them; ranks are `test_ranks.py`s.
 CHOSEN = [
     Setting(Kind("qwen2", tied=True, dtype="bfloat16"), compiled=True),
     Setting(Kind("moe")),
-    Setting(Kind("llama", dtype="bfloat16"), in_process=False, ranks=2),
+    Setting(Kind("llama", dtype="bfloat16"), in_process=False),
 ]
 EVERY = [
     Setting(Kind(family, tied, dtype), compiled, in_process, ranks)

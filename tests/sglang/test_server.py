@@ -14,7 +14,6 @@ from rl_bridge import (
     RolloutExecutor,
     TornEngine,
     WeightBridgeUnavailableError,
-    WeightUpdateManifest,
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
@@ -195,27 +194,21 @@ def test_killed_behind_any_step_its_next_start_brings_the_living_server_to_a_ver
     trainer, server = alternating.trainer, alternating.server
     sidecar.start(DYING)
     with sidecar.client(timeout_s=WAIT_S) as engine:
-
-        def update(manifest: WeightUpdateManifest) -> None:
-            assert engine.update_weights(manifest).root == manifest.root
-            alternating.holds = 1 - alternating.holds
-
-        update(held := trainer.publish(alternating.next()))
-        for step in ("prepare", "install", "commit"):
+        engine.update_weights(trainer.publish(alternating.next()))
+        alternating.holds = 1 - alternating.holds
+        for step in ("install", "commit"):
             following = trainer.publish(alternating.next())
             (sidecar.directory / DEATH).write_text(step)
             with pytest.raises(EngineLost):
                 engine.update_weights(following)
             sidecar.died()
             status = sidecar.start(DYING)
-            if step != "prepare":  # all ranks had proven it, so it goes forward
-                held, alternating.holds = following, 1 - alternating.holds
-            assert (status.state, status.active_root) == ("serving", held.root), (step, status)
+            # All ranks had proven it, so it goes forward.
+            assert (status.state, status.active_root) == ("serving", following.root), status
             assert status.recovery.outcome == "reinstalled"
+            alternating.holds = 1 - alternating.holds
             alternating.check()
-            assert server.label() == f"{held.weight_version}@{held.root}"
-            if step == "prepare":  # nothing was wrong with it: the same one may come again
-                update(held := following)
+            assert server.label() == f"{following.weight_version}@{following.root}"
 
 
 def test_a_side_car_without_books_is_refused_unless_it_takes_the_server_over(
