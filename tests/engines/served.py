@@ -16,7 +16,7 @@ from rl_bridge.testing.processes import free_port, until
 from tests.engines.drive import MAX_TOKENS, PROMPTS, Answers, Setting, arguments
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 150
+START_S = 240
 END_S = 30
 CALL_S = 60
 
@@ -67,9 +67,7 @@ class Served:
 
     def end(self) -> None:
         """Kill it, with all of its processes."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(END_S)
+        end(self.process)
 
 
 @contextmanager
@@ -77,29 +75,51 @@ def served(setting: Setting, path: str, log: Path, **environment: str) -> Iterat
     """Start it; it is killed with the block."""
     port = free_port()
     flags = [*_flags(setting, path), "--host", "127.0.0.1", "--port", str(port)]
+    command = ["vllm.entrypoints.openai.api_server", *flags]
+    with launched(command, log, PYTHONPATH=str(ROOT), **environment) as process:
+        server = Served(f"http://127.0.0.1:{port}", process)
+        wait_until_ready(server, log)
+        yield server
+
+
+@contextmanager
+def launched(
+    command: Sequence[str], log: Path, **environment: str
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A module that runs in a process group of its own, killed with the block."""
     with log.open("wb") as written:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags],
+            [sys.executable, "-m", *command],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            env={**os.environ, **environment},
             stdout=written,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    server = Served(f"http://127.0.0.1:{port}", process)
     try:
-        until(lambda: _is_ready(server), what=f"server is ready, see {log}", deadline_s=START_S)
-        yield server
+        yield process
     finally:
-        server.end()
+        end(process)
 
 
-def _is_ready(server: Served) -> bool:
-    assert server.process.poll() is None, "the server ended by itself"
-    try:
-        return bool(server.call("health", method="GET").is_success)
-    except httpx.TransportError:
-        return False
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill it, with all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(END_S)
+
+
+def wait_until_ready(server: Any, log: Path) -> None:
+    """Wait until a server answers ``/health``."""
+
+    def is_ready() -> bool:
+        assert server.process.poll() is None, "the server ended by itself"
+        try:
+            return bool(server.call("health", method="GET").is_success)
+        except httpx.TransportError:
+            return False
+
+    until(is_ready, what=f"server is ready, see {log}", deadline_s=START_S)
 
 
 def _flags(setting: Setting, path: str) -> list[str]:

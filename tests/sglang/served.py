@@ -1,19 +1,17 @@
 """SGLang's HTTP server in a process of its own."""
 
 import json
-import os
-import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from rl_bridge.testing.processes import free_port, until
+from rl_bridge.testing.processes import free_port
+from tests.engines.served import end, launched, wait_until_ready
 from tests.sglang.bench import (
     CALL_S,
     PROMPTS,
@@ -26,9 +24,6 @@ from tests.sglang.bench import (
     read,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-START_S = 240
-END_S = 30
 KEY = "a key of the test's own"
 
 
@@ -100,9 +95,7 @@ class Served:
 
     def end(self) -> None:
         """Kill it, with all of its processes."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(END_S)
+        end(self.process)
 
 
 @contextmanager
@@ -114,23 +107,12 @@ def served(path: str, log: Path, ranks: int = 1) -> Iterator[Served]:
         flags.append(f"--{name.replace('_', '-')}")
         if value is not True:
             flags += value if isinstance(value, list) else [str(value)]
-    with log.open("wb") as written:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *flags],
-            cwd=ROOT,
-            env={**os.environ, **cores_for(ranks)},
-            stdout=written,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
     url = f"http://127.0.0.1:{port}"
-    with _client(url) as client:
+    command = ["sglang.launch_server", *flags]
+    with launched(command, log, **cores_for(ranks)) as process, _client(url) as client:
         server = Served(url, process, client)
-        try:
-            until(lambda: _is_ready(server), what=f"server is ready, see {log}", deadline_s=START_S)
-            yield server
-        finally:
-            server.end()
+        wait_until_ready(server, log)
+        yield server
 
 
 def _client(url: str) -> httpx.Client:
@@ -145,11 +127,3 @@ def _client(url: str) -> httpx.Client:
         limits=httpx.Limits(max_keepalive_connections=0),
         trust_env=False,
     )
-
-
-def _is_ready(server: Served) -> bool:
-    assert server.process.poll() is None, "the server ended by itself"
-    try:
-        return bool(server.call("health", method="GET").is_success)
-    except httpx.TransportError:
-        return False
