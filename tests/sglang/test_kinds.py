@@ -4,16 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.matrix import few_of
 from tests.engines.models import Kind
 from tests.sglang.bench import WAYS, Engines
 from tests.sglang.test_equal import alternate
 
 
+@pytest.mark.full  # two engines for each
 @pytest.mark.parametrize(
-    "kind",
-    few_of((Kind("qwen2", True), Kind("llama"), Kind("llama", True)), Kind("llama", True)),
-    ids=str,
+    "kind", [Kind("qwen2", tied=True), Kind("llama"), Kind("llama", tied=True)], ids=str
 )
 def test_an_updated_engine_equals_a_fresh_one(kind: Kind, engines: Engines, tmp_path: Path) -> None:
     bench = engines.bench(kind)

@@ -146,6 +146,7 @@ class TestSGLang(EngineSuite):
         return self.pair.ask(text, self.folder)
 
 
+@FULL  # the small engine of the documentation keeps the protocol with a loader of its own, too
 class TestSGLangByItsOwnLoader(TestSGLang):
     route = "tensor"
     every = 8
