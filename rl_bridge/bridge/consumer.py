@@ -521,7 +521,7 @@ class Consumer:
         with self.turn():
             record = self._record(update_id, f"{event} update")
             record.lifecycle.fire(event, reason=reason)
-            if record.lifecycle.state is State.REJECTED:
+            if event is Event.UNDO and record.lifecycle.state is State.REJECTED:
                 self.order.rejected(update_id, record.manifest)
                 self._drop(record)
             elif event in _REPORTED:

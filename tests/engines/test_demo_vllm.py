@@ -1,5 +1,6 @@
 """The demo with a real vLLM engine, in the rollout's process and behind HTTP; engines that lie."""
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,12 @@ from tests.engines.demo_run import run_shortly
 FAILS = "after 10 of "
 
 
+def below(pid: int) -> set[str]:
+    """The processes that any thread of this one started."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return {child for path in lists for child in path.read_text().split()}
+
+
 @pytest.mark.timeout(420)
 def test_a_short_run_keeps_every_promise(tmp_path: Path) -> None:
     run_shortly(Engine.VLLM, tmp_path, product="vLLM 0.", processes=2, fails=FAILS)
@@ -25,8 +32,9 @@ def test_a_short_run_keeps_every_promise(tmp_path: Path) -> None:
 def test_trainer_side_car_and_server_keep_every_promise_as_processes_of_their_own(
     tmp_path: Path,
 ) -> None:
-    product = "a server of vLLM 0."
+    product, before = "a server of vLLM 0.", below(os.getpid())
     run_shortly(Engine.VLLM_HTTP, tmp_path, product=product, processes=4, fails=FAILS)
+    assert below(os.getpid()) <= before
     # The side-car's own line:
     assert "could not commit update" in (tmp_path / "vllm-http.log").read_text("utf-8")
 
