@@ -10,6 +10,7 @@ from rl_bridge.groups.exchange import (
     GroupExchange,
     ProcessGroupExchange,
     StoreExchange,
+    StoreOptions,
 )
 from rl_bridge.groups.plan import ReshardPlan
 from rl_bridge.groups.publish import GroupPublisher
@@ -44,6 +45,7 @@ __all__ = [
     "ProcessGroupExchange",
     "ReshardPlan",
     "StoreExchange",
+    "StoreOptions",
     "TensorParallel",
     "WantedLayout",
     "WantedTensor",

@@ -5,8 +5,8 @@ torch.distributed, a process group, or a function of the user's own.
 
 A publication is a round (`Rounds`). If there is a store, the first verdict that arrives in it ends
 the round for every rank, and the next round begins; without a store each rank's own verdict holds
-for itself. A store may block without a limit, so it is called in a thread of its own
-(`BoundedCaller`), and no deadline is missed.
+for itself. A store may block without a limit, so a thread of its own asks it, and no deadline is
+missed.
 """
 
 import threading
@@ -15,15 +15,16 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from rl_bridge.errors import DeadlineExceeded, GroupAborted, WeightBridgeUnavailableError
+from rl_bridge.errors import GroupAborted, WeightBridgeUnavailableError
 from rl_bridge.transports.base import checked_seconds
 
 Store = torch._C._distributed_c10d.Store  # noqa: SLF001 - what torch.distributed shows without exporting it
@@ -32,75 +33,35 @@ Store = torch._C._distributed_c10d.Store  # noqa: SLF001 - what torch.distribute
 _POLL_S = 0.002
 # For a last look when the time is up.
 _LAST_S = 1.0
-_NAME = "rl_bridge"
-_TIMEOUT_S = 30.0
 # Rounds whose keys stay: a slow rank may still read those of the one before.
 _KEPT_ROUNDS = 2
 
 T = TypeVar("T")
-_Question = tuple["Future[object]", Callable[[], object]]
 
 
-class BoundedCaller:
-    """Calls functions that may block for ever, one at a time, with a deadline.
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """A store of torch.distributed, and how one group uses it.
 
-    A call that missed its deadline goes on in the thread: until it ends, further calls are refused
-    at once.
+    Attributes:
+        store: such as a ``TCPStore``, the same one on every rank. Its process must outlive the
+            ranks: if it ends or hangs, every publication fails.
+        name: of the group; two groups that share a store need two.
+        timeout_s: how long the store may take to answer before and after the steps, which have
+            limits of their own.
+
+    Raises:
+        TypeError: a limit that is no number.
+        ValueError: one that is not above 0.
+
     """
 
-    def __init__(self, what: str) -> None:
-        """Call `what`, which messages name. The thread begins with the first call."""
-        self._what = what
-        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
-        self._last: Future[object] | None = None
-        self._is_late = False
-        self._thread: threading.Thread | None = None
+    store: Store
+    name: str = "rl_bridge"
+    timeout_s: float = 30.0
 
-    def call(self, function: Callable[[], T], timeout_s: float) -> T:
-        """The function's result, or its exception.
-
-        Raises:
-            DeadlineExceeded: it did not end within `timeout_s`, or the call before has not ended.
-
-        """
-        before, future = self._last, Future[object]()
-        if before is not None and not before.done():
-            # A call that an interrupt left may be about to end.
-            self._wait(before, 0.0 if self._is_late else timeout_s)
-        if self._thread is None:
-            self._begin()
-        self._last = future
-        self._questions.put((future, function))
-        self._wait(future, timeout_s)
-        return future.result()  # type: ignore[return-value]  # what the question gave
-
-    def _wait(self, future: "Future[object]", timeout_s: float) -> None:
-        answered = threading.Event()
-        future.add_done_callback(lambda _: answered.set())
-        self._is_late = not answered.wait(max(0.0, timeout_s))
-        if self._is_late:
-            msg = (
-                f"{self._what} did not answer within {timeout_s:.1f} s. See whether its process "
-                "runs, then try again."
-            )
-            raise DeadlineExceeded(msg)
-
-    def _begin(self) -> None:
-        self._thread = threading.Thread(
-            target=_answer, args=(self._questions,), name="rl_bridge asking", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, self._questions.put, None).atexit = False
-
-
-def _answer(questions: "SimpleQueue[_Question | None]") -> None:
-    while (one := questions.get()) is not None:
-        future, question = one
-        try:
-            future.set_result(question())
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            future.set_exception(error)
-        del one, future, question  # else they would live until the next call
+    def __post_init__(self) -> None:
+        checked_seconds("timeout_s", self.timeout_s)
 
 
 def not_together(step: str, rank: int, what: str) -> str:
@@ -118,33 +79,18 @@ class Rounds:
     The store is asked with a deadline: it may be gone, or hang.
     """
 
-    def __init__(
-        self,
-        store: "torch._C._distributed_c10d.Store",
-        *,
-        rank: int,
-        name: str,
-        timeout_s: float,
-    ) -> None:
-        """Use `store`.
-
-        Args:
-            store: a ``TCPStore``, for instance.
-            rank: of this process.
-            name: of the group; two groups that share a store need two.
-            timeout_s: how long the store may take to answer.
-
-        Raises:
-            ValueError: a limit that is not above 0.
-
-        """
-        self.store = store
-        self.caller = BoundedCaller("the store of the group")
+    def __init__(self, options: StoreOptions, rank: int) -> None:
+        """Use a store, as this rank."""
+        self.store = options.store
         self._rank = rank
-        self._name = name
-        self._timeout_s = checked_seconds("timeout_s", timeout_s)
+        self._name = options.name
+        self._timeout_s = options.timeout_s
         self._round = 0
         self._given: list[tuple[int, str]] = []
+        self._questions: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Future[Any] | None = None
+        self._is_late = False
 
     def begin(self) -> None:
         """Join the round that the other ranks are in.
@@ -204,17 +150,53 @@ class Rounds:
     def ask(self, step: str, question: Callable[[], T], timeout_s: float) -> T:
         """Ask the store, which blocks for ever if its process hangs.
 
+        A question that missed its deadline goes on in the thread: until it has ended, further ones
+        are refused at once.
+
         Raises:
-            GroupAborted: it is gone, or does not answer in time.
+            GroupAborted: the store is gone, or does not answer in time.
 
         """
+        before, future = self._last, Future[T]()
+        if before is not None and not before.done():
+            # One that an interrupt left may be about to end.
+            self._wait(step, before, 0.0 if self._is_late else timeout_s)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_answer, args=(self._questions,), name="rl_bridge asking", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._questions.put, None).atexit = False
+        self._last = future
+        self._questions.put((future, question))
+        self._wait(step, future, timeout_s)
         try:
-            return self.caller.call(question, timeout_s)
+            return future.result()
         except GroupAborted:
             raise
         except (RuntimeError, ValueError) as error:
             msg = not_together(step, self._rank, f"the store: {error}")
             raise GroupAborted(msg) from error
+
+    def _wait(self, step: str, future: "Future[T]", timeout_s: float) -> None:
+        answered = threading.Event()
+        future.add_done_callback(lambda _: answered.set())
+        self._is_late = not answered.wait(max(0.0, timeout_s))
+        if self._is_late:
+            what = (
+                f"the store did not answer within {timeout_s:.1f} s: see whether its process runs"
+            )
+            raise GroupAborted(not_together(step, self._rank, what))
+
+
+def _answer(questions: "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -> None:
+    while (one := questions.get()) is not None:
+        future, question = one
+        try:
+            future.set_result(question())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            future.set_exception(error)
+        del one, future, question  # else they would live until the next question
 
 
 class GroupExchange(ABC):
@@ -227,8 +209,18 @@ class GroupExchange(ABC):
 
     """
 
-    def __init__(self, rank: int, world_size: int, rounds: Rounds | None = None) -> None:
+    rounds: Rounds | None
+
+    def __init__(
+        self, rank: int, world_size: int, store: Store | StoreOptions | None = None
+    ) -> None:
         """Be one of `world_size` ranks.
+
+        Args:
+            rank: of this process.
+            world_size: how many ranks.
+            store: decides how publications end, for all ranks; the same one on each. None: each
+                rank decides for itself.
 
         Raises:
             ValueError: `rank` is none of them.
@@ -239,7 +231,9 @@ class GroupExchange(ABC):
             raise ValueError(msg)
         self.rank = rank
         self.world_size = world_size
-        self.rounds = rounds
+        if store is not None and not isinstance(store, StoreOptions):
+            store = StoreOptions(store)
+        self.rounds = None if store is None else Rounds(store, rank)
 
     def begin(self) -> None:
         """A new publication begins.
@@ -281,9 +275,7 @@ class FunctionExchange(GroupExchange):
         *,
         rank: int,
         world_size: int,
-        store: Store | None = None,
-        name: str = _NAME,
-        store_timeout_s: float = _TIMEOUT_S,
+        store: Store | StoreOptions | None = None,
     ) -> None:
         """Use `function`.
 
@@ -294,14 +286,12 @@ class FunctionExchange(GroupExchange):
             world_size: how many ranks.
             store: decides how publications end, for all ranks; the same one on each. None: each
                 rank decides for itself.
-            name: of the group in the store; two groups that share one need two.
-            store_timeout_s: how long the store may take to answer.
 
         Raises:
-            ValueError: `rank` is none of them, or a limit that is not above 0.
+            ValueError: `rank` is none of them.
 
         """
-        super().__init__(rank, world_size, _rounds(store, rank, name, store_timeout_s))
+        super().__init__(rank, world_size, store)
         self._function = function
 
     def gather(self, step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
@@ -328,9 +318,7 @@ class ProcessGroupExchange(GroupExchange):
         self,
         group: "dist.ProcessGroup | None" = None,
         *,
-        store: Store | None = None,
-        name: str = _NAME,
-        store_timeout_s: float = _TIMEOUT_S,
+        store: Store | StoreOptions | None = None,
     ) -> None:
         """Use `group`.
 
@@ -338,18 +326,22 @@ class ProcessGroupExchange(GroupExchange):
             group: of all ranks; None: the default one.
             store: decides how publications end, for all ranks; the same one on each. None: each
                 rank decides for itself.
-            name: of the group in the store; two groups that share one need two.
-            store_timeout_s: how long the store may take to answer.
 
         Raises:
             WeightBridgeUnavailableError: the backend moves no CPU tensors.
-            ValueError: a limit that is not above 0.
 
         """
-        _require_cpu(dist.get_backend(group))
-        rank = dist.get_rank(group)
-        rounds = _rounds(store, rank, name, store_timeout_s)
-        super().__init__(rank, dist.get_world_size(group), rounds)
+        backend = dist.get_backend(group)
+        # One backend, or one for each kind of device: "cpu:gloo,cuda:nccl".
+        if backend == "nccl" or (":" in backend and "cpu:" not in backend):
+            # It would fail in the first publication, and lose the process group.
+            msg = (
+                f"the process group's backend is {backend!r}, which moves no CPU tensors, and what "
+                "the ranks tell each other is text. Pass "
+                'group=dist.new_group(backend="gloo").'
+            )
+            raise WeightBridgeUnavailableError(msg)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), store)
         self._group = group
         self._is_lost = False
 
@@ -389,21 +381,6 @@ class ProcessGroupExchange(GroupExchange):
         ]
 
 
-def _require_cpu(backend: str) -> None:
-    """Refuse a backend that would fail in the first publication, and lose the process group."""
-    # One backend, or one for each kind of device: "cpu:gloo,cuda:nccl".
-    if backend == "nccl" or (":" in backend and "cpu:" not in backend):
-        msg = (
-            f"the process group's backend is {backend!r}, which moves no CPU tensors, and what the "
-            'ranks tell each other is text. Pass group=dist.new_group(backend="gloo").'
-        )
-        raise WeightBridgeUnavailableError(msg)
-
-
-def _rounds(store: Store | None, rank: int, name: str, timeout_s: float) -> Rounds | None:
-    return None if store is None else Rounds(store, rank=rank, name=name, timeout_s=timeout_s)
-
-
 def _wait(work: "dist.Work | None", limit: timedelta) -> None:
     if work is not None and not work.wait(limit):
         msg = "the collective did not end in time"
@@ -411,36 +388,23 @@ def _wait(work: "dist.Work | None", limit: timedelta) -> None:
 
 
 class StoreExchange(GroupExchange):
-    """Over a store of torch.distributed, which also decides how a publication ends for all ranks.
+    """Over a store of torch.distributed, which also decides for all how a publication ends."""
 
-    The store's process must outlive the ranks: if it ends or hangs, every publication fails.
-    """
+    rounds: Rounds
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        rank: int,
-        world_size: int,
-        name: str = _NAME,
-        timeout_s: float = _TIMEOUT_S,
-    ) -> None:
+    def __init__(self, store: Store | StoreOptions, *, rank: int, world_size: int) -> None:
         """Use `store`.
 
         Args:
-            store: a ``TCPStore``, for instance.
+            store: a ``TCPStore``, for instance; the same one on each rank.
             rank: of this process.
             world_size: how many ranks.
-            name: of the group; two groups that share a store need two.
-            timeout_s: how long the store may take to answer before and after the steps, which have
-                limits of their own.
 
         Raises:
-            ValueError: `rank` is none of them, or a limit that is not above 0.
+            ValueError: `rank` is none of them.
 
         """
-        self.rounds: Rounds = Rounds(store, rank=rank, name=name, timeout_s=timeout_s)
-        super().__init__(rank, world_size, self.rounds)
+        super().__init__(rank, world_size, store)
 
     def gather(self, step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         """Put one's own bytes, wait for all; a round that another rank ended is over at once."""

@@ -4,14 +4,15 @@ It keeps what a store of torch.distributed would keep for them, and opens no por
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from rl_bridge.errors import GroupAborted
-from rl_bridge.groups.exchange import Store, StoreExchange
+from rl_bridge.groups.exchange import Store, StoreExchange, StoreOptions
 from rl_bridge.ray.calls import require
 from rl_bridge.ray.pairing import Said
 
@@ -56,22 +57,22 @@ class GroupStore:
             self._texts[key] = text
             self._changed.notify_all()
 
-    async def get(self, key: str) -> str:
+    async def get(self, key: str) -> bytes:
         """The text under a key; empty if there is none."""
-        return self._texts.get(key, "")
+        return self._texts.get(key, "").encode()
 
     async def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
         return all(key in self._texts for key in keys)
 
-    async def compare_set(self, key: str, expected: str, desired: str) -> str:
+    async def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a key that has the expected text, or is new and "" is expected; what it has now."""
         async with self._changed:
             found = self._texts.get(key)
             if found == expected or (found is None and not expected):
                 found = self._texts[key] = desired
                 self._changed.notify_all()
-        return expected if found is None else found
+        return (expected if found is None else found).encode()
 
     async def delete_key(self, key: str) -> bool:
         """Forget a key; whether it was there."""
@@ -96,36 +97,24 @@ class GroupStore:
 
 
 class _Client:
-    """The actor's store, as a rank asks it: what a group asks of one of torch.distributed."""
+    """The actor's store, as a rank asks it: each method of a torch store is one of the actor's."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def ask(self, what: str, *given: object) -> Any:
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self._ask, method)
+
+    def _ask(self, method: str, *given: object) -> Any:
         ray = require()
         try:
-            return ray.get(getattr(self._actor, what).remote(*given))
+            return ray.get(getattr(self._actor, method).remote(*given))
         except require("ray.exceptions").RayError as error:
             cause = str(error).strip().partition("\n")[0].rstrip(".")
             raise GroupAborted(
                 f"the actor that keeps the group's store is lost: {cause}. Publish a later "
                 "version, for which the fleet makes another one."
             ) from error
-
-    def set(self, key: str, text: str) -> None:
-        self.ask("set", key, text)
-
-    def get(self, key: str) -> bytes:
-        return str(self.ask("get", key)).encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self.ask("check", keys))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return str(self.ask("compare_set", key, expected, desired)).encode()
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self.ask("delete_key", key))
 
 
 class RayExchange(StoreExchange):
@@ -145,11 +134,9 @@ class RayExchange(StoreExchange):
         """
         self._client = _Client(actor)
         super().__init__(
-            cast("Store", self._client),
+            StoreOptions(cast("Store", self._client), name, membership.timeout_s),
             rank=membership.rank,
             world_size=membership.world_size,
-            name=name,
-            timeout_s=membership.timeout_s,
         )
 
     def _wait_for(
@@ -158,7 +145,7 @@ class RayExchange(StoreExchange):
         """Let the actor wait: it answers as soon as there is something to say."""
 
         def wait() -> Any:
-            return self._client.ask("wait_for", keys, verdict, timeout_s)
+            return self._client.wait_for(keys, verdict, timeout_s)
 
         found, end = self.rounds.ask(step, wait, timeout_s + _ANSWER_S)
         return found, end

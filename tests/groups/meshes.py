@@ -9,18 +9,8 @@ from hypothesis import strategies as st
 
 from rl_bridge.manifest.parallel import Piece, Placement
 
-__all__ = [
-    "Shards",
-    "chunked",
-    "cut",
-    "cuts",
-    "flat_cut",
-    "model",
-    "numbered",
-    "same",
-    "shapes",
-    "share",
-]
+SHAPES = {"embed": (8, 6), "layer.w": (6, 8), "norm": (5,), "scale": ()}
+DIMS: dict[str, int | None] = {"embed": 0, "layer.w": 1, "norm": None, "scale": None}
 
 Shards = tuple[dict[str, torch.Tensor], dict[str, Placement]]
 """What one rank publishes: its own tensors, and where they lie."""
@@ -102,6 +92,11 @@ def cut(
             tensors[name] = tensor[where].contiguous().clone()
             placements[name] = placed(tensors[name], held)
     return ranks
+
+
+def shards(version: int, num: int = 2) -> list[Shards]:
+    """A version of a small model, cut over `num` ranks."""
+    return cut(model(SHAPES, version), num, DIMS)
 
 
 def placed(tensor: torch.Tensor, *pieces: Piece) -> Placement:

@@ -20,15 +20,6 @@ from rl_bridge.transports.base import ConsumerEnd
 from rl_bridge.transports.local import LocalClone
 from tests.groups.meshes import Shards
 
-__all__ = [
-    "AroundEnd",
-    "HashStore",
-    "Trainers",
-    "everywhere",
-    "local_clone_through",
-    "trainers",
-]
-
 T = TypeVar("T")
 TIMEOUT_S = 20.0
 HashStore = torch._C._distributed_c10d.HashStore

@@ -1,37 +1,43 @@
-"""Importing a group: what arrives, what is checked, who is told; the executor takes it as it is."""
+"""Importing a group: what arrives, what is checked, what is refused, who is told, what is left."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import gc
+import resource
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.errors import (
+    BridgeClosed,
     ChecksumMismatch,
+    DigestMismatch,
     ForeignTransport,
     IncompatibleUpdate,
+    MalformedManifest,
     SegmentError,
+    SlotsExhausted,
     StaleUpdate,
     TransportUnavailable,
+    WeightBridgeError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups.bridge import _REMEMBERED, GroupBridge, GroupEnd
 from rl_bridge.groups.wanted import TensorParallel, Wanted, everything, parallel, slices
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.group_layout import GroupLayout
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import arena_address, flip_byte
-from tests.groups.meshes import Shards, cut, flat_cut, model, same, share
-from tests.groups.rig import Trainers, trainers
+from rl_bridge.testing.leaks import assert_nothing_leaks
+from tests.groups.meshes import DIMS, SHAPES, Shards, cut, flat_cut, model, same, shards, share
+from tests.groups.rig import Trainers, everywhere, trainers
 
-SHAPES = {"embed": (8, 6), "layer.w": (6, 8), "norm": (5,), "scale": ()}
-DIMS: dict[str, int | None] = {"embed": 0, "layer.w": 1, "norm": None, "scale": None}
 HALF = TensorParallel(2, 1, {"embed": 0, "layer.w": 1})
 BIG = (2 * LEAF_NBYTES // 4,)  # elements of two leaves
-
-
-def shards(version: int, num: int = 2) -> list[Shards]:
-    return cut(model(SHAPES, version), num, DIMS)
 
 
 def expected(version: int) -> dict[str, torch.Tensor]:
@@ -50,8 +56,7 @@ def damage(group: Trainers, manifest: GroupManifest, rank: int, offset: int) -> 
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "local-clone"])
-@pytest.mark.parametrize("consumers", [1, 2, 4])
-@pytest.mark.parametrize("num", [1, 2, 4])
+@pytest.mark.parametrize(("num", "consumers"), [(1, 4), (4, 1), (2, 2), (4, 2)])
 def test_every_consumer_gets_its_share_of_every_version(
     num: int, consumers: int, transport: str
 ) -> None:
@@ -383,3 +388,262 @@ def test_an_assembled_version_that_is_never_imported_is_released() -> None:
             bridge.resolve_update(manifest)
             group.release(manifest)
         assert same(bridge.import_update(manifest), model(SHAPES, 3))
+
+
+# ---- manifests that were changed on their way ----------------------------------------------------
+
+
+EVEN = {"a": (8, 3), "b": (8, 3)}
+SHARDS = cut(model(EVEN), 2, {"a": 0, "b": 0})
+
+
+def of_parts(
+    manifest: GroupManifest, parts: list[WeightUpdateManifest], layout: GroupLayout | None = None
+) -> GroupManifest:
+    """A manifest of other parts, with every digest that anybody can make himself."""
+    layout = layout or manifest.layout
+    return GroupManifest.build(parts, layout, [None] * len(parts), metadata=manifest.metadata)
+
+
+def each_part(manifest: GroupManifest, **changes: Any) -> GroupManifest:
+    return of_parts(manifest, [part.model_copy(update=changes) for part in manifest.parts])
+
+
+def first(manifest: GroupManifest, **changes: Any) -> GroupManifest:
+    parts = list(manifest.parts)
+    return of_parts(manifest, [parts[0].model_copy(update=changes), *parts[1:]])
+
+
+def with_other_halves(manifest: GroupManifest) -> GroupManifest:
+    """Each rank is said to hold the other one's half: that covers as well."""
+    placements = [placed for _, placed in reversed(SHARDS)]
+    layout = GroupLayout.build([part.table for part in manifest.parts], placements)
+    return of_parts(manifest, list(manifest.parts), layout)
+
+
+def with_metadata(manifest: GroupManifest) -> GroupManifest:
+    parts = list(manifest.parts)
+    return GroupManifest.build(parts, manifest.layout, [None, None], metadata={"step": 7})
+
+
+def elsewhere(manifest: GroupManifest) -> GroupManifest:
+    return first(manifest, handle={})
+
+
+CHANGES: dict[str, Callable[[GroupManifest], GroupManifest]] = {
+    "a later version": lambda manifest: each_part(manifest, weight_version=99),
+    "other metadata": with_metadata,
+    # (The second half alone is wanted below: of the first rank's part nothing is read.)
+    "another stream": lambda manifest: first(manifest, publisher_id="0" * 32),
+    "another id": lambda manifest: first(manifest, update_id="0" * 32),
+    "exchanged ranges": with_other_halves,
+}
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "local-clone"])
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_changed_manifest_is_refused_and_the_published_one_still_arrives(
+    change: str, transport: str
+) -> None:
+    wanted = slices({"a": [slice(4, 8)]})
+    with trainers(2, transport) as group, GroupBridge(wanted) as bridge:
+        manifest = group.publish(SHARDS, 1)
+        with pytest.raises(DigestMismatch, match="changed on its way"):
+            bridge.import_update(CHANGES[change](manifest).to_json())
+        found = bridge.import_update(manifest.to_json())
+        assert torch.equal(found["a"], model(EVEN)["a"][4:])
+
+
+def test_a_header_that_was_sent_before_the_group_is_compared_with_its_part() -> None:
+    with trainers(2, "broadcast", backend="gloo") as group, GroupBridge() as bridge:
+        for version in (1, 2):
+            manifest = group.publish(SHARDS, version)
+            later = each_part(manifest, weight_version=99)
+            with pytest.raises(DigestMismatch, match="changed on its way"):
+                bridge.import_update(later)
+            bridge.import_update(manifest)
+            bridge.acknowledge(manifest)
+
+
+def test_a_changed_copy_is_refused_again_without_a_read() -> None:
+    with trainers(2) as group, GroupBridge() as bridge:
+        copy = elsewhere(group.publish(SHARDS, 1))
+        with pytest.raises(MalformedManifest):
+            bridge.import_update(copy)
+        with pytest.raises(WeightUpdateRejectedError, match="was rejected"):
+            bridge.import_update(copy)
+
+
+def test_a_handle_that_leads_nowhere_does_not_reject_what_was_published() -> None:
+    with trainers(2) as group, GroupBridge() as bridge:
+        manifest = group.publish(SHARDS, 1)
+        with pytest.raises(MalformedManifest):
+            bridge.import_update(elsewhere(manifest))
+        bridge.import_update(manifest)
+        bridge.acknowledge(manifest)
+        (report,) = group.publishers[1].consumers(manifest)
+        assert report.state == "acknowledged"
+
+
+def test_a_changed_copy_does_not_replace_the_report_about_the_published_one() -> None:
+    with trainers(2) as group, GroupBridge() as bridge:
+        manifest = group.publish(SHARDS, 1)
+        bridge.import_update(manifest)
+        bridge.acknowledge(manifest)
+        bridge.release(manifest)
+        with pytest.raises(MalformedManifest):
+            bridge.import_update(elsewhere(manifest))
+        (report,) = group.publishers[1].consumers(manifest)
+        assert report.state == "released"
+
+
+def test_a_part_says_that_it_comes_with_its_group() -> None:
+    with trainers(2) as group, make_weight_bridge("shared-memory") as bridge:
+        manifest = group.publish(SHARDS, 1)
+        with pytest.raises(DigestMismatch, match="import that with GroupBridge"):
+            bridge.import_update(manifest.parts[0])
+
+
+# ---- what this side lacks -----------------------------------------------------------------------
+
+
+def test_a_version_that_finds_no_room_may_come_again() -> None:
+    with trainers(2) as group, GroupBridge(max_slots=1) as bridge:
+        first_one = group.publish(SHARDS, 1)
+        held = bridge.import_update(first_one)
+        second = group.publish(SHARDS, 2)
+        with pytest.raises(SlotsExhausted):
+            bridge.import_update(second)
+        assert group.publishers[0].consumers(second) == []
+        bridge.release(first_one)
+        del held
+        assert torch.equal(bridge.import_update(second)["a"], model(EVEN)["a"])
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """A process that may open nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_without_descriptors_may_import_the_version_later() -> None:
+    with trainers(2) as group, GroupBridge() as bridge:
+        manifest = group.publish(SHARDS, 1)
+        with no_more_files(), pytest.raises((OSError, WeightBridgeError)):
+            bridge.import_update(manifest)
+        assert torch.equal(bridge.import_update(manifest)["a"], model(EVEN)["a"])
+
+
+# ---- what is left behind -------------------------------------------------------------------------
+
+
+def test_the_memory_of_a_released_version_is_used_again() -> None:
+    with trainers(2, max_slots=1) as group, GroupBridge(max_slots=1) as bridge:
+        for version in (1, 2, 3):
+            manifest = group.publish(shards(version), version)
+            bridge.import_update(manifest)
+            bridge.acknowledge(manifest)
+            bridge.release(manifest)
+            group.release(manifest)
+
+
+def test_threads_that_import_in_turn_do_not_take_each_others_memory() -> None:
+    with trainers(2) as group, GroupBridge(max_slots=3) as bridge:
+        manifests = [group.publish(shards(version), version) for version in (1, 2, 3)]
+        for found, version in zip(
+            everywhere([lambda m=m: bridge.import_update(m) for m in manifests]),  # type: ignore[misc]
+            (1, 2, 3),
+            strict=True,
+        ):
+            assert isinstance(found, Mapping)
+            assert torch.equal(found["embed"], model(SHAPES, version)["embed"])
+
+
+def test_many_updates_leave_nothing_behind() -> None:
+    wanted = parallel(tensor=TensorParallel(2, 1, {"embed": 0, "layer.w": 1}))
+    engine = share(model(SHAPES), 2, 1, DIMS)
+    with trainers(2) as group, GroupBridge(wanted) as bridge:
+        adapter = ModuleInstallAdapter(engine, mode="flip")
+        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+        versions = iter(range(1, 10_000))
+
+        def update() -> None:
+            version = next(versions)
+            manifest = group.publish(shards(version), version)
+            executor.update_weights(manifest)
+            assert torch.equal(engine["embed"], model(SHAPES, version)["embed"][4:])
+            group.release(manifest)
+
+        assert_nothing_leaks(update, num_cycles=8)
+
+
+def test_refused_versions_leave_nothing_behind() -> None:
+    with trainers(2) as group, GroupBridge() as bridge:
+        versions = iter(range(1, 10_000))
+
+        def refuse() -> None:
+            version = next(versions)
+            manifest = group.publish(shards(version), version)
+            bridge.import_update(manifest)
+            bridge.reject(manifest, "not this one")
+            group.release(manifest)
+
+        assert_nothing_leaks(refuse, num_cycles=8)
+
+
+def test_the_active_version_is_still_reported_after_many_refused_ones() -> None:
+    with trainers(2) as group, GroupBridge() as bridge:
+        active = group.publish(shards(1), 1)
+        found = bridge.import_update(active)
+        bridge.acknowledge(active)
+        for version in range(2, 2 + 2 * _REMEMBERED):
+            refused = group.publish(shards(version), version)
+            bridge.reject(refused, "not this one")
+            group.release(refused)
+        again = bridge.import_update(active)
+        assert all(torch.equal(again[name], one) for name, one in found.items())
+        bridge.release(active)
+        assert [one.state for one in group.publishers[1].consumers(active)] == ["released"]
+
+
+def test_a_bridge_that_is_dropped_is_gone_and_its_tensors_stay() -> None:
+    with trainers(1) as group:
+        bridge = GroupBridge()
+        manifest = group.publish(cut(model(SHAPES), 1, {}), 1)
+        tensor = bridge.import_update(manifest)["embed"]
+        gone = weakref.ref(bridge)
+        del bridge
+        gc.collect()
+        assert gone() is None
+        assert torch.equal(tensor, model(SHAPES)["embed"])
+
+
+def test_tensors_outlive_a_closed_bridge() -> None:
+    with trainers(1) as group:
+        with GroupBridge() as bridge:
+            manifest = group.publish(cut(model(SHAPES), 1, {}), 1)
+            found = bridge.import_update(manifest)
+            tensor = found["layer.w"]
+        group.release(manifest)
+        assert torch.equal(tensor, model(SHAPES)["layer.w"])
+        bridge.close()
+
+
+@pytest.mark.parametrize("was_used", [True, False])
+@pytest.mark.parametrize("method", ["import_update", "resolve_update"])
+def test_a_closed_bridge_assembles_nothing(
+    method: str, monkeypatch: pytest.MonkeyPatch, *, was_used: bool
+) -> None:
+    monkeypatch.setattr(GroupEnd, "assemble", lambda *_args: pytest.fail("it read the parts"))
+    with trainers(2) as group:
+        bridge = GroupBridge()
+        if was_used:
+            assert bridge.consumer
+        bridge.close()
+        with pytest.raises(BridgeClosed):
+            getattr(bridge, method)(group.publish(shards(1), 1))

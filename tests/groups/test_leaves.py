@@ -7,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_bridge import make_weight_bridge
-from rl_bridge.errors import ChecksumMismatch, MalformedManifest
-from rl_bridge.manifest.digest import LEAF_NBYTES, leaf_digests, tensor_digest
-from rl_bridge.manifest.group_digests import LEAVES, LeafIndex, leaf_block_nbytes, leaf_index
+from rl_bridge.errors import ChecksumMismatch
+from rl_bridge.manifest.digest import LEAF_NBYTES, leaf_digests
+from rl_bridge.manifest.group_digests import LEAVES, leaf_block_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import passes
-from rl_bridge.memory.packing import LeafPackPlan, LeafPlan, LeafSource, checked_block
+from rl_bridge.memory.packing import LeafPlan, LeafSource, checked_block
 from tests.groups.meshes import numbered
 
 SIZES = (0, 1, 1023, 1024, LEAF_NBYTES - 1, LEAF_NBYTES, LEAF_NBYTES + 1, 3 * LEAF_NBYTES + 77)
@@ -90,54 +89,3 @@ def test_a_changed_block_is_refused(place: int) -> None:
     changed[place] ^= 1
     with pytest.raises(ChecksumMismatch, match=r"'[az]' in version 2: its leaf list"):
         checked_block(manifest, bytes(changed))
-
-
-def test_a_block_of_another_size_is_refused() -> None:
-    manifest, block = published({"a": bytes_of(300)})
-    with pytest.raises(MalformedManifest, match="has 23 bytes, expected 24"):
-        checked_block(manifest, block[1:])
-
-
-def test_a_part_without_a_block_has_none_to_check() -> None:
-    with make_weight_bridge("local-clone") as bridge:
-        manifest = bridge.publish({"a": bytes_of(3)}, weight_version=1)
-    assert leaf_index(manifest.table) is None
-    with pytest.raises(MalformedManifest, match="expected none"):
-        checked_block(manifest, b"")
-
-
-@pytest.mark.parametrize("wrong", [("uint8", (23,)), ("int8", (24,)), ("uint8", (25,))])
-def test_a_tensor_of_that_name_must_be_the_block(wrong: tuple[str, tuple[int, ...]]) -> None:
-    with pytest.raises(MalformedManifest, match="Publish parts with GroupPublisher"):
-        LeafIndex(TensorTable.pack({"a": ("int8", (300,)), LEAVES: wrong}))
-
-
-def test_the_index_finds_each_tensors_leaves() -> None:
-    tensors = {"a": bytes_of(2 * LEAF_NBYTES + 1), "z": bytes_of(9)}
-    manifest, block = published(tensors)
-    index = LeafIndex(manifest.table)
-    for name, tensor in tensors.items():
-        row = manifest.table.rows[name]
-        leaves = index.leaves(block, row)
-        assert tensor_digest(leaves, tensor.numel()).hex() == manifest.tensors[name].checksum
-    assert index.leaves(block, index.row) == b""
-
-
-def test_a_part_of_a_group_differs_from_a_plain_update_by_the_list_alone() -> None:
-    tensors = {"a": bytes_of(5000), "z": bytes_of(7)}
-    part, _ = published(tensors)
-    with make_weight_bridge("shared-memory") as bridge:
-        plain = bridge.publish(tensors, weight_version=1)
-    for name in tensors:
-        assert part.tensors[name].checksum == plain.tensors[name].checksum
-    assert set(part.tensors) - set(plain.tensors) == {LEAVES}
-
-
-@pytest.mark.usefixtures("pass_in_use")
-def test_a_digest_in_place_makes_the_same_block_beside_the_tensors() -> None:
-    tensors = {f"{'az'[n % 2]}.{n}": bytes_of(nbytes) for n, nbytes in enumerate(SIZES)}
-    manifest, block = published(tensors)
-    state = LeafSource().add(tensors, None)
-    plan = LeafPackPlan(state)
-    assert plan.digest_in_place(state) == manifest.digests
-    assert state[LEAVES].numpy().tobytes() == block

@@ -1,10 +1,12 @@
-"""The group's manifest: what its root says, and that no altered one gets through."""
+"""The manifest of a group: what its root says; none is taken that was altered or does not fit."""
 
 import base64
 import copy
 import json
 import pickle
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,14 +23,19 @@ from rl_bridge.errors import (
     MalformedManifest,
     RangeBeyondSegment,
     RanksDisagree,
+    ShapeMismatch,
     WeightManifestValidationError,
 )
 from rl_bridge.groups import GroupBridge, Piece
+from rl_bridge.manifest import coverage
 from rl_bridge.manifest.canonical import canonical_json
+from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.digest import LEAF_NBYTES, text_digest
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_digests import LEAVES
-from tests.groups.meshes import Shards, chunked, cut, flat_cut, model, numbered, placed
+from rl_bridge.manifest.group_layout import GroupLayout
+from rl_bridge.manifest.parallel import Placement
+from tests.groups.meshes import Shards, cut, flat_cut, model, numbered, placed
 from tests.groups.rig import trainers
 
 LEAF = LEAF_NBYTES // 4  # elements of int32
@@ -54,57 +61,20 @@ def manifest() -> GroupManifest:
 # ---- the root -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_where_ranges_are_cut_at_leaves_the_root_is_the_unsharded_one(num: int) -> None:
+@pytest.mark.parametrize(
+    ("num", "less", "is_at_leaves"), [(1, 5, True), (3, 1, True), (2, 5, False)]
+)
+def test_only_where_ranges_are_cut_at_leaves_the_root_is_the_unsharded_one(
+    num: int, less: int, is_at_leaves: bool
+) -> None:
     # Flat ranges of whole leaves, the last one ragged; rows of a quarter leaf, four to a leaf.
-    whole = model({"flat": (num * 2 * LEAF - 5,), "rows": (8 * num, LEAF // 4), "one": (3,)})
+    whole = model({"flat": (num * 2 * LEAF - less,), "rows": (8 * num, LEAF // 4), "one": (3,)})
     flat = flat_cut({"flat": whole["flat"]}, num)
     rows = cut({"rows": whole["rows"], "one": whole["one"]}, num, {"rows": 0})
     ranks = [({**a, **c}, {**b, **d}) for (a, b), (c, d) in zip(flat, rows, strict=True)]
-    bounds = chunked(num * 2 * LEAF - 5, num)
     made = published(ranks)
-    is_at_leaves = all(bound % LEAF == 0 for bound in bounds[:-1])
     assert made.is_unsharded_root is is_at_leaves
     assert (made.root == unsharded_root(whole)) is is_at_leaves
-
-
-def test_replicas_and_whole_tensors_need_no_leaves() -> None:
-    whole = model({"a": (3, 3), "b": ()})
-    made = published(cut(whole, 3, {}))
-    assert made.is_unsharded_root
-    assert made.root == unsharded_root(whole)
-
-
-def test_roots_of_cuts_inside_leaves_differ_for_different_contents() -> None:
-    one, same, other = (published(cut(model(SHAPES, n), 2, DIMS)) for n in (0, 0, 1))
-    assert one.root == same.root != other.root
-    assert not one.is_unsharded_root
-    assert one.whole_digest("embed") is None
-    assert one.whole_digest("norm") is not None
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-def test_the_root_is_the_unsharded_one_only_where_cuts_are_at_leaves(shift: int) -> None:
-    whole = {"w": numbered((2 * LEAF,))}
-    ranks = cut(whole, 2, {"w": 0})
-    if shift:  # one element more on rank 0
-        moved = [whole["w"][: LEAF + 1], whole["w"][LEAF + 1 :]]
-        ranks = []
-        for part, at in zip(moved, (0, LEAF + 1), strict=True):
-            shards, placements = cut({"w": whole["w"]}, 1, {"w": 0})[0]
-            piece = placements["w"].pieces[0]
-            placed = type(piece)(
-                name="w",
-                global_shape=piece.global_shape,
-                offset=(at,),
-                shape=(len(part),),
-                local_offset=(0,),
-            )
-            shards["w"] = part.clone()
-            kind = type(placements["w"])
-            placements["w"] = kind(dtype="int32", shape=(len(part),), pieces=(placed,))
-            ranks.append((shards, placements))
-    assert published(ranks).is_unsharded_root is (shift == 0)
 
 
 def test_a_range_that_begins_inside_a_leaf_of_its_tensor_makes_no_unsharded_root() -> None:
@@ -174,10 +144,6 @@ def refused(text: str) -> WeightManifestValidationError:
 def part(document: dict[str, Any], rank: int = 1) -> dict[str, Any]:
     found: dict[str, Any] = document["layout"]["parts"][rank]
     return found
-
-
-def test_the_helper_alters_nothing_by_itself() -> None:
-    assert altered(lambda _: None) == manifest().to_json()
 
 
 ALTERED_LAYOUTS: list[tuple[Callable[[dict[str, Any]], object], type[Exception]]] = [
@@ -267,13 +233,6 @@ def test_text_of_no_group_manifest_is_refused(text: str) -> None:
     assert isinstance(refused(text), MalformedManifest)
 
 
-def test_a_group_manifest_of_no_text_is_refused() -> None:
-    with pytest.raises(MalformedManifest):
-        GroupManifest.from_json(5)  # type: ignore[arg-type]
-    with pytest.raises(MalformedManifest):
-        GroupManifest(update_id="x")  # type: ignore[call-arg]  # that is the point
-
-
 @given(st.data())
 @settings(deadline=None, max_examples=60)
 def test_no_single_character_can_be_changed(data: st.DataObject) -> None:
@@ -299,3 +258,148 @@ def test_a_leaf_list_of_another_size_is_refused() -> None:
         table["nbytes"][row] -= 1
 
     assert "expected uint8 of" in str(refused(altered(change)))
+
+
+# ---- parts and layouts that do not fit each other ------------------------------------------------
+
+
+@cache
+def ranks() -> list[Shards]:
+    return cut(model(SHAPES), 2, DIMS)
+
+
+def made_of(**changes: Any) -> GroupManifest:
+    made = manifest()
+    fields = {name: getattr(made, name) for name in GroupManifest.model_fields}
+    return GroupManifest(**{**fields, **changes})
+
+
+def test_what_it_is_made_of_makes_it_again() -> None:
+    assert made_of() == manifest()
+
+
+def test_no_depth_of_nesting_escapes_as_a_recursion_error() -> None:
+    # Between what the decoder takes and what everything behind it takes lie a few levels only.
+    text = manifest().to_json()
+    limit = sys.getrecursionlimit()
+    seen = set()
+    for depth in range(limit - 150, limit + 5):
+        for field in ('"source_rank":0', '"zero_stage":0'):
+            assert field in text
+            key = field.partition(":")[0]
+            nested = text.replace(field, f"{key}:{'[' * depth}1{']' * depth}", 1)
+            with pytest.raises(MalformedManifest) as caught:
+                GroupManifest.from_json(nested)
+            seen.add("nests too deep" in str(caught.value))
+    assert seen == {True, False}
+
+
+def test_two_copies_have_one_header_digest_and_another_group_has_another() -> None:
+    assert len(manifest().header_digest) == 16
+    assert GroupManifest.from_json(manifest().to_json()).header_digest == manifest().header_digest
+    assert made_of(metadata={"step": 1}).header_digest != manifest().header_digest
+
+
+# ---- parts --------------------------------------------------------------------------------------
+
+
+def test_parts_of_another_layout_are_refused() -> None:
+    other = published(cut(model({"embed": (9, 5), "norm": (5,)}), 2, DIMS))
+    with pytest.raises(DigestMismatch, match="rank 0: its part has the layout"):
+        made_of(parts=other.parts)
+
+
+def test_digests_that_the_parts_do_not_make_are_refused_also_with_a_root_that_fits() -> None:
+    digests = bytearray(manifest().digests)
+    digests[0] ^= 1
+    root = manifest().layout.root_plan.root(bytes(digests)).hex()
+    with pytest.raises(DigestMismatch, match="'embed' is not what its parts make"):
+        made_of(digests=bytes(digests), root=root)
+
+
+# ---- layouts ------------------------------------------------------------------------------------
+
+Placements = dict[str, Placement]
+
+
+def longer(theirs: Placements) -> None:
+    (piece,) = theirs["embed"].pieces
+    theirs["embed"] = replace(theirs["embed"], pieces=(replace(piece, global_shape=(8, 5)),))
+
+
+def wider(theirs: Placements) -> None:
+    theirs["norm"] = replace(theirs["norm"], dtype="float64")
+
+
+CHANGED: dict[str, tuple[Callable[[Placements], object], type[Exception], str]] = {
+    "another whole": (longer, RanksDisagree, "embed"),
+    "no placement": (
+        lambda theirs: theirs.pop("norm"),
+        IncompleteCoverage,
+        "rank 1: tensor 'norm' has no placement",
+    ),
+    "no tensor": (
+        lambda theirs: theirs.update(more=theirs["norm"]),
+        IncompleteCoverage,
+        "rank 1: tensor 'more' has a placement and was",
+    ),
+    "another dtype": (wider, ShapeMismatch, "rank 1: tensor 'norm' was published as"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_placements_that_do_not_fit_what_was_published_are_refused(case: str) -> None:
+    change, kind, text = CHANGED[case]
+    mine, theirs = (dict(placements) for _, placements in ranks())
+    change(theirs)
+    with pytest.raises(kind, match=text):
+        GroupLayout.build(manifest().layout.tables, [mine, theirs])
+
+
+@pytest.mark.parametrize("change", ["[]", "{text} ", "{text}x", "spaced"])
+def test_the_text_of_a_layout_has_one_spelling(change: str) -> None:
+    text = manifest().layout.text
+    spaced = json.dumps(json.loads(text))
+    with pytest.raises(MalformedManifest):
+        GroupLayout.from_text(spaced if change == "spaced" else change.format(text=text))
+
+
+def test_a_tensor_cut_into_too_many_boxes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    quarters = [
+        Piece(
+            name="w", global_shape=(4, 4), offset=(row, column), shape=(2, 2), local_offset=(0, 0)
+        )
+        for row in (0, 2)
+        for column in (0, 2)
+    ]
+    groups = [{"w": Placement(dtype="float32", shape=(2, 2), pieces=(one,))} for one in quarters]
+    prove_coverage(held_pieces(groups))
+    monkeypatch.setattr(coverage, "_MAX_BOXES", 3)
+    with pytest.raises(IncompleteCoverage, match="'w' is cut into 4 boxes, expected at most 3"):
+        prove_coverage(held_pieces(groups))
+
+
+# ---- digests ------------------------------------------------------------------------------------
+
+
+def test_empty_tensors_and_tensors_cut_alike_are_part_of_the_root() -> None:
+    shapes = {"empty": (0, 3), "x": (7, 5), "y": (7, 5)}
+    dims = {"empty": None, "x": 0, "y": 0}
+    one, other = (published(cut(model(shapes, n), 2, dims)) for n in (0, 1))
+    assert one.tensor_count == 3
+    assert one.whole_digest("empty") == other.whole_digest("empty") is not None
+    assert one.root != other.root
+
+
+def test_a_replica_in_a_tensor_of_another_make_is_held_beside_the_original() -> None:
+    a, b = numbered((4,)), numbered((6,), 50)
+    fused = torch.cat([a, b])
+    first = Piece(name="a", global_shape=(4,), offset=(0,), shape=(4,), local_offset=(0,))
+    second = Piece(name="b", global_shape=(6,), offset=(0,), shape=(6,), local_offset=(4,))
+    made = published(
+        [
+            ({"a": a}, {"a": placed(a, first)}),
+            ({"ab": fused}, {"ab": placed(fused, replace(first, replica=1), second)}),
+        ]
+    )
+    assert made.tensor_count == 2

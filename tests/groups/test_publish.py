@@ -1,36 +1,42 @@
-"""Publishing together: all ranks or none, one version, one manifest."""
+"""Publishing together: all ranks or none, one manifest, whatever a rank says or misses."""
 
+import json
+import logging
 import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from rl_bridge import make_weight_bridge
 from rl_bridge.errors import (
     DuplicateTensorName,
     GroupAborted,
     IncompleteCoverage,
     RanksDisagree,
     ShapeMismatch,
+    StaleUpdate,
+    SuspiciousUpdate,
     UnknownUpdate,
     VersionNotMonotonic,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
 )
-from rl_bridge.groups.exchange import FunctionExchange, StoreExchange
+from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups.exchange import FunctionExchange, ProcessGroupExchange, StoreExchange
 from rl_bridge.groups.publish import GroupPublisher
-from rl_bridge.manifest.digest import digest_bytes
+from rl_bridge.groups.wanted import parallel
+from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.parallel import Placement
 from rl_bridge.testing.processes import until
-from rl_bridge.transports.shared_memory import SharedMemory
-from tests.groups.meshes import Shards, cut, flat_cut, model, placed
-from tests.groups.rig import HashStore, Trainers, trainers
-
-SHAPES = {"embed": (7, 5), "layer.w": (6, 8), "norm": (5,), "scale": ()}
-DIMS = {"embed": 0, "layer.w": 1, "norm": None, "scale": None}
-
-
-def shards(version: int, num: int = 2) -> list[Shards]:
-    return cut(model(SHAPES, version), num, DIMS)
+from tests.groups.meshes import SHAPES, Shards, cut, model, placed, shards
+from tests.groups.rig import HashStore, Trainers, everywhere, trainers
 
 
 def nothing_is_held(group: Trainers) -> bool:
@@ -51,16 +57,6 @@ def test_all_ranks_get_the_same_manifest() -> None:
         assert manifest.group_id == group.bridges[0].publisher_id
 
 
-def test_a_manifest_is_the_same_there_and_back() -> None:
-    with trainers(2) as group:
-        manifest = group.publish(shards(1), 1)
-        text = manifest.to_json()
-        again = GroupManifest.from_json(text)
-        assert again == manifest
-        assert again.to_json() == text
-        assert GroupManifest.from_json(manifest.to_json(layout=False)).to_json() == text
-
-
 def test_a_second_version_has_the_same_layout() -> None:
     with trainers(2) as group:
         first, second = (group.publish(shards(n), n) for n in (1, 2))
@@ -72,16 +68,6 @@ def test_a_second_version_has_the_same_layout() -> None:
 def test_equal_weights_make_equal_roots_however_they_travel() -> None:
     with trainers(2) as one, trainers(2, "local-clone") as other:
         assert one.publish(shards(1), 1).root == other.publish(shards(1), 7).root
-
-
-def test_the_leaf_list_of_a_part_makes_its_digests() -> None:
-    with trainers(2) as group:
-        manifest = group.publish(flat_cut(model({"w": (300_000,)}), 2), 1)
-        part = manifest.parts[1]
-        tensors = SharedMemory().consumer_end("a look", 0).look(part).tensors
-        leaves = bytes(tensors[LEAVES].numpy())
-        assert digest_bytes(leaves).hex() == part.tensors[LEAVES].checksum
-        assert len(leaves) == -(-600_000 // 131_072) * 16 + 8
 
 
 def test_an_empty_rank_takes_part() -> None:
@@ -105,7 +91,7 @@ def test_a_gap_is_refused_on_every_rank_before_anything_is_published() -> None:
     tensors, placements = ranks[1]
     del tensors["embed"], placements["embed"]
     with trainers(3) as group:
-        each(group.try_publish(ranks, 1), IncompleteCoverage, "no rank holds [3:6, 0:5]")
+        each(group.try_publish(ranks, 1), IncompleteCoverage, "no rank holds [3:6, 0:6]")
         assert [bridge.latest_manifest for bridge in group.bridges] == [None] * 3
         group.publish(shards(1, 3), 1)  # the number is still free
 
@@ -203,13 +189,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_others_withdraw() -> None:
             assert isinstance(one, GroupAborted)
             assert "ranks (1,)" in str(one) or "another rank ended it" in str(one)
         assert nothing_is_held(group)
-
-
-def test_a_rank_that_comes_too_late_joins_the_next_publication() -> None:
-    with trainers(2, timeout_s=0.3) as group:
-        group.try_publish(shards(1), 1, ranks=[0])
-        manifest = group.publish(shards(2), 2)
-        assert manifest.weight_version == 2
+        assert group.publish(shards(2, 3), 2).weight_version == 2
 
 
 def test_an_interrupt_in_the_middle_withdraws_all() -> None:
@@ -304,25 +284,6 @@ def test_nothing_stays_in_the_store() -> None:
         assert counts[-1] == counts[3]
 
 
-def test_a_function_of_ones_own_carries_it_too() -> None:
-    arrived: dict[int, bytes] = {}
-    barrier = threading.Barrier(2)
-
-    def exchange(rank: int) -> FunctionExchange:
-        def function(payload: bytes, timeout_s: float) -> list[bytes]:
-            arrived[rank] = payload
-            barrier.wait(timeout_s)
-            found = [arrived[0], arrived[1]]
-            barrier.wait(timeout_s)
-            return found
-
-        return FunctionExchange(function, rank=rank, world_size=2)
-
-    with trainers(2) as group:
-        group.publishers = [GroupPublisher(b, exchange(r)) for r, b in enumerate(group.bridges)]
-        assert group.publish(shards(1), 1).world_size == 2
-
-
 def test_a_function_that_fails_is_a_rank_that_did_not_come() -> None:
     def function(payload: bytes, timeout_s: float) -> list[bytes]:
         raise OSError("no line")
@@ -340,3 +301,271 @@ def test_consumers_of_an_unknown_update_are_unknown() -> None:
         group.publishers[0].release("a" * 32)
         with pytest.raises(ValueError, match="above 0"):
             GroupPublisher(group.bridges[0], group.publishers[0]._exchange, timeout_s=0)
+
+
+# ---- what ranks tell each other ------------------------------------------------------------------
+
+
+# Each rank has one leaf: the whole digest is made of both leaf lists.
+SHARDS = cut(model({"w": (2 * LEAF_NBYTES // 4,)}), 2, {"w": 0})
+
+
+class Twisted(StoreExchange):
+    """A rank that says something else in one step."""
+
+    def __init__(self, store: HashStore, step: str, twist: Callable[[bytes], bytes]) -> None:
+        super().__init__(store, rank=1, world_size=2)
+        self._step, self._twist = step, twist
+
+    def gather(self, step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+        said = self._twist(payload) if step == self._step else payload
+        return super().gather(step, said, timeout_s=timeout_s)
+
+
+def twisted(group: Trainers, step: str, twist: Callable[[bytes], bytes]) -> list[Any]:
+    """What each rank gets when rank 1 says something else in one step."""
+    store = HashStore()
+    exchanges = [StoreExchange(store, rank=0, world_size=2), Twisted(store, step, twist)]
+
+    def one(rank: int) -> object:
+        publisher = GroupPublisher(group.bridges[rank], exchanges[rank], timeout_s=20.0)
+        return publisher.publish(*SHARDS[rank], weight_version=1)
+
+    return everywhere([lambda: one(0), lambda: one(1)])
+
+
+def without(key: str) -> Callable[[bytes], bytes]:
+    return lambda said: json.dumps({k: v for k, v in json.loads(said).items() if k != key}).encode()
+
+
+def with_(**changes: Any) -> Callable[[bytes], bytes]:
+    return lambda said: json.dumps({**json.loads(said), **changes}).encode()
+
+
+def text_behind(said: bytes) -> bytes:
+    return with_(placements=json.loads(said)["placements"] + "x")(said)
+
+
+SAID: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "no json": ("hello", lambda _: b"\xff", "is no JSON"),
+    "a nest": ("hello", lambda _: b"[" * 100_000, "is no JSON"),
+    "a list": ("hello", lambda _: b"[]", "is a list"),
+    "no hello": ("hello", lambda _: b"{}", "rank 1 sent something that is no hello"),
+    "a true rank": ("hello", with_(rank=True), "is no hello"),
+    "other placements": ("hello", with_(placements="0" * 32), "rank 1 named other placements"),
+    "text behind": ("placements", text_behind, "rank 1 named other placements"),
+    "no placements": ("placements", without("placements"), "rank 1 named other placements"),
+    "no part": ("parts", without("part"), "rank 1 sent something that is no part"),
+    "a number as part": ("parts", with_(part=7), "is no part"),
+    "no manifest": ("parts", with_(part="{}"), "the part of rank 1 cannot be read"),
+    "no leaves": ("parts", without("leaves"), "is no part"),
+    "no base64": ("parts", with_(leaves="!"), "the part of rank 1 cannot be read"),
+    "too few leaves": ("parts", with_(leaves="AAAA"), "the part of rank 1 cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", list(SAID))
+def test_a_malformed_message_aborts_all_ranks_and_names_its_sender(case: str) -> None:
+    step, twist, words = SAID[case]
+    with trainers(2) as group:
+        for one in twisted(group, step, twist):
+            assert isinstance(one, GroupAborted), one
+            assert words in str(one)
+            assert one.ranks == (1,)
+        for bridge in group.bridges:
+            latest = bridge.latest_manifest
+            assert latest is None or bridge.update_status(latest) == "released"
+
+
+def test_a_leaf_list_that_is_not_sent_makes_no_digest() -> None:
+    with trainers(2) as group:
+        for one in twisted(group, "parts", with_(leaves=None)):
+            assert "the leaf list of rank 1 is missing" in str(one)
+
+
+def test_versions_may_be_integers_of_numpy_and_torch() -> None:
+    with trainers(2) as group:
+        for version in (np.int64(3), torch.tensor(4)):
+            manifest = group.publish(SHARDS, version)  # type: ignore[arg-type]
+            assert manifest.weight_version == int(version)
+
+
+# ---- where a line goes dead ----------------------------------------------------------------------
+
+
+NUM = 3
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return model({"w": (6, 2), "norm": (3,)}, version)
+
+
+def version_of(version: int) -> list[Shards]:
+    return cut(weights(version), NUM, {"w": 0, "norm": None})
+
+
+class Line:
+    """Carries everybody's bytes to all ranks of one process; fails one rank in one of its calls."""
+
+    def __init__(self, deaf: int, at_call: int) -> None:
+        self._deaf, self._at_call = deaf, at_call
+        self._given: dict[int, bytes] = {}
+        self._met = threading.Barrier(NUM)
+        self._calls = [0] * NUM
+
+    def of(self, rank: int) -> Callable[[bytes, float], Sequence[bytes]]:
+        def carry(payload: bytes, timeout_s: float) -> Sequence[bytes]:
+            self._given[rank] = payload
+            self._met.wait(timeout_s)
+            found = [self._given[one] for one in range(NUM)]
+            self._met.wait(timeout_s)
+            self._calls[rank] += 1
+            if (rank, self._calls[rank]) == (self._deaf, self._at_call):
+                raise OSError("the line went dead behind the last byte")
+            return found
+
+        return carry
+
+
+# Hello, placements, parts, votes: the fourth call is the last one.
+VOTES = 4
+
+
+def over(line: Line, group: Trainers, store: object = None) -> None:
+    """Let the ranks talk over a line, with one store for all of them or without."""
+    group.publishers = [
+        GroupPublisher(
+            bridge,
+            FunctionExchange(line.of(rank), rank=rank, world_size=NUM, store=store),  # type: ignore[arg-type]
+            timeout_s=20.0,
+        )
+        for rank, bridge in enumerate(group.bridges)
+    ]
+
+
+def test_with_a_store_all_ranks_end_alike() -> None:
+    """One rank does not get to see the votes that are all in: whoever comes first decides."""
+    with trainers(NUM, max_slots=2) as group:
+        over(Line(deaf=1, at_call=VOTES), group, HashStore())
+        found = group.try_publish(version_of(1), 1)
+        kinds = {type(one) for one in found}
+        assert kinds in ({GroupManifest}, {GroupAborted, OSError}, {GroupAborted})
+        states = {
+            bridge.update_status(bridge.latest_manifest)
+            for bridge in group.bridges
+            if bridge.latest_manifest is not None
+        }
+        assert states == {"published" if kinds == {GroupManifest} else "released"}
+
+
+def test_without_a_store_a_split_ends_with_the_next_version() -> None:
+    """Two ranks publish and the third withdraws: nobody can import the split."""
+    with trainers(NUM, max_slots=1) as group, ExitStack() as stack:
+        early, late = (
+            stack.enter_context(GroupBridge(parallel(), source_rank=rank)) for rank in range(2)
+        )
+        over(Line(deaf=1, at_call=VOTES), group)
+        found = group.try_publish(version_of(1), 1)
+        split = found[0]
+        assert isinstance(split, GroupManifest)
+        assert found[2] == split
+        assert isinstance(found[1], GroupAborted)
+        # The part that was withdrawn is gone from its slot at once.
+        with pytest.raises(StaleUpdate):
+            early.import_update(split.to_json())
+        group.release(split)
+        again = group.publish(version_of(2), 2)
+        with pytest.raises(WeightBridgeError):
+            late.import_update(split.to_json())
+        assert early.active_weight_version is late.active_weight_version is None
+        for engine in (early, late):
+            whole = engine.import_update(again.to_json())
+            assert all(torch.equal(whole[name], one) for name, one in weights(2).items())
+
+
+def test_a_publisher_over_a_new_exchange_lets_go_of_what_the_one_before_published() -> None:
+    with trainers(NUM, max_slots=1) as group:
+        first = group.publish(version_of(1), 1)
+        over(Line(deaf=-1, at_call=0), group)
+        assert [one.consumers(first) for one in group.publishers] == [[]] * NUM
+        group.release(first)
+        assert group.publish(version_of(2), 2).weight_version == 2
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cuda:nccl"])
+def test_a_process_group_that_moves_no_cpu_tensors_is_refused_at_once(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would fail in the first publication. (Without GPUs no such group can be had.)"""
+    monkeypatch.setattr(dist, "get_backend", lambda _: backend)
+    with pytest.raises(WeightBridgeUnavailableError, match='backend="gloo"'):
+        ProcessGroupExchange()
+
+
+# ---- suspicion -----------------------------------------------------------------------------------
+
+
+HALVES = {"first": (4, 2), "second": (4, 2)}
+
+
+def wary(stack: ExitStack, policy: str = "reject") -> Trainers:
+    return Trainers(
+        [
+            stack.enter_context(
+                make_weight_bridge("shared-memory", source_rank=rank, suspicious=policy)
+            )
+            for rank in range(2)
+        ]
+    )
+
+
+def halves(version: int) -> list[Shards]:
+    return cut(model(HALVES, version), 2, {"first": 0, "second": 0})
+
+
+def test_a_part_may_stay_as_it_is_where_another_one_changes() -> None:
+    with ExitStack() as stack:
+        group = wary(stack)
+        group.publish(halves(1), 1, trainable=HALVES)
+        changed = [halves(1)[0], halves(2)[1]]
+        assert group.publish(changed, 2, trainable=HALVES).weight_version == 2
+
+
+def test_a_rank_without_tensors_takes_part_in_every_version() -> None:
+    with ExitStack() as stack:
+        group = wary(stack)
+        for version in (1, 2):
+            whole = cut(model(HALVES, version), 1, {})
+            assert isinstance(group.publish([*whole, ({}, {})], version), GroupManifest)
+
+
+def test_a_group_that_changes_nowhere_is_suspicious() -> None:
+    with ExitStack() as stack:
+        group = wary(stack)
+        group.publish(halves(1), 1)
+        for one in group.try_publish(halves(1), 2):
+            assert isinstance(one, SuspiciousUpdate)
+            assert "changes nothing" in str(one)
+        assert group.publish(halves(2), 3).weight_version == 3
+
+
+def test_a_trainable_tensor_that_changes_nowhere_is_suspicious() -> None:
+    with ExitStack() as stack:
+        group = wary(stack)
+        group.publish(halves(1), 1, trainable=HALVES)
+        half = [
+            ({**old, "first": new["first"]}, placements)
+            for (old, placements), (new, _) in zip(halves(1), halves(2), strict=True)
+        ]
+        for one in group.try_publish(half, 2, trainable=HALVES):
+            assert isinstance(one, SuspiciousUpdate)
+            assert "1 trainable tensors did not change: second" in str(one)
+        assert group.publish(half, 3, trainable={"first"}).weight_version == 3
+
+
+def test_the_policy_may_be_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    with ExitStack() as stack, caplog.at_level(logging.WARNING):
+        group = wary(stack, "warn")
+        for version in (1, 2):
+            group.publish(halves(1), version)
+        assert "suspicious update: version 2 (after 1) changes nothing" in caplog.text
