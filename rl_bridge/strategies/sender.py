@@ -21,7 +21,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Iterable,
     Iterator,
@@ -29,9 +28,9 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self, runtime_checkable
-
-import torch
 
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
@@ -57,23 +56,12 @@ from rl_bridge.trainers.chunks import (
     checked_threshold,
     module_of,
 )
-from rl_bridge.transports.base import checked_seconds
 
 _LOG = logging.getLogger(__name__)
 _GPU = re.compile(r"^[A-Za-z0-9-]{1,128}$")
 _MAX_REASON = 2048
 
 # ---- the clean-up after a sync -------------------------------------------------------------------
-
-STEPS = (
-    "delete",
-    "ipc_collect",
-    "barrier",
-    "synchronize",
-    "empty_cache",
-    "reset_prefix_cache",
-)
-"""The order. A device's steps are left out if there is none, the barrier with one rank."""
 
 
 def share_json(
@@ -89,30 +77,6 @@ def share_json(
     return read_messages(step, exchange.gather(step, payload, timeout_s=timeout_s))
 
 
-def _share_failure(exchange: GroupExchange, failure: str, *, timeout_s: float) -> None:
-    """Tell the other ranks what failed here (empty: nothing), and learn what failed there.
-
-    Raises:
-        GroupAborted: nothing failed here, and another rank failed or did not come in time.
-
-    """
-    body: dict[str, object] = {"failure": failure[:_MAX_REASON]}
-    try:
-        bodies = share_json(exchange, "outcome", body, timeout_s=timeout_s)
-    finally:
-        exchange.decide("over")  # a rank that still waits for this sync need not wait any longer
-    failed = {
-        rank: str(one.get("failure")) for rank, one in enumerate(bodies) if one.get("failure")
-    }
-    if failed and not failure:
-        rank, why = next(iter(failed.items()))
-        msg = (
-            f"the sync failed on rank {rank}: {why}. This rank's part of it was done. Mend the "
-            "cause, then sync again."
-        )
-        raise GroupAborted(msg, tuple(failed))
-
-
 class DeviceCalls(Protocol):
     """What the clean-up calls of a device; ``torch.cuda`` has it."""
 
@@ -126,31 +90,20 @@ class DeviceCalls(Protocol):
         """Free cached blocks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CleanUp:
-    """Runs the steps after each sync."""
+    """Runs the steps after each sync.
 
-    def __init__(
-        self,
-        *,
-        device: DeviceCalls | None = None,
-        exchange: GroupExchange | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        """Configure.
+    Attributes:
+        device: None if the weights lie on the CPU.
+        exchange: of the trainer's ranks; None if there is one rank.
+        timeout_s: how long a rank waits for the others, their engines' loading included.
 
-        Args:
-            device: None if the weights lie on the CPU.
-            exchange: of the trainer's ranks; None if there is one rank.
-            timeout_s: how long a rank waits for the others, their engines' loading included.
+    """
 
-        Raises:
-            TypeError: a limit that is no number.
-            ValueError: one that is not above 0, or beyond all waits.
-
-        """
-        self._device = device
-        self._exchange = exchange
-        self._timeout_s = checked_seconds("timeout_s", timeout_s)
+    device: DeviceCalls | None = None
+    exchange: GroupExchange | None = None
+    timeout_s: float = 600.0
 
     @asynccontextmanager
     async def around(self, chunks: Iterable[object], client: object) -> AsyncIterator[None]:
@@ -160,24 +113,24 @@ class CleanUp:
             chunks: of the sync.
             client: of the engines, whose cached prefixes are dropped; None for a helping rank.
 
+        Raises:
+            GroupAborted: another rank failed, or did not come in time.
+
         """
-        if self._exchange is not None:
-            self._exchange.begin()
-        # A generator that was not read to its end holds a chunk.
-        delete = getattr(chunks, "close", lambda: None)
-        reset = getattr(client, "reset_prefix_cache", None)
+        if self.exchange is not None:
+            self.exchange.begin()
         try:
             yield
         except BaseException as error:
             self.read_out(chunks, error)
             try:
-                await self.run(describe(error), delete=delete, reset_prefix_cache=reset)
+                await self._run(describe(error), chunks, client)
             except Exception as second:  # noqa: BLE001 - the first failure is what the caller gets
                 error.add_note(f"rl_bridge: the clean-up failed, too: {describe(second)}")
             raise
-        await self.run("", delete=delete, reset_prefix_cache=reset)
+        await self._run("", chunks, client)
 
-    def read_out(self, chunks: Iterable[object], error: BaseException | None) -> None:
+    def read_out(self, chunks: Iterable[object], error: BaseException) -> None:
         """After a failure, take part in the remaining gathers of this sync.
 
         The other ranks wait for this rank's parts of the remaining chunks; without them their
@@ -191,7 +144,7 @@ class CleanUp:
         """
         if not isinstance(error, Exception) or isinstance(error, GroupAborted):
             return
-        if self._exchange is None or not isinstance(chunks, Iterator):
+        if self.exchange is None or not isinstance(chunks, Iterator):
             return
         try:
             for chunk in chunks:
@@ -200,43 +153,31 @@ class CleanUp:
             _LOG.warning("chunks could not be read to their end", exc_info=True)
             error.add_note(f"rl_bridge: its other chunks could not be read: {describe(second)}")
 
-    async def run(
-        self,
-        failure: str,
-        *,
-        delete: Callable[[], object],
-        reset_prefix_cache: Callable[[], Awaitable[object]] | None = None,
-    ) -> tuple[str, ...]:
-        """Run all steps, also if one fails; returns the names of those that were run, in order.
+    async def _run(self, failure: str, chunks: Iterable[object], client: object) -> None:
+        """Run all steps, also if one fails: then the first error is raised at the end.
 
         Args:
             failure: what failed in the sync on this rank; empty if nothing did.
-            delete: releases temporaries.
-            reset_prefix_cache: of the engines, if their installs do not do it.
-
-        Raises:
-            GroupAborted: another rank failed, or did not come in time.
-            Exception: of the first step that failed, after the others were run.
+            chunks: a generator that was not read to its end holds one of them.
+            client: of the engines, if this rank calls them.
 
         """
-        device, exchange = self._device, self._exchange
-        found: dict[str, Callable[[], object]] = {"delete": delete}
+        device = self.device
+        steps: list[Callable[[], object]] = [getattr(chunks, "close", lambda: None)]
         if device is not None:
-            found["ipc_collect"] = device.ipc_collect
-            found["synchronize"] = device.synchronize
-            found["empty_cache"] = device.empty_cache
-        if exchange is not None:
+            steps.append(device.ipc_collect)
+        if self.exchange is not None:
             # In a thread: other ranks wait here for as long as the engines load.
-            found["barrier"] = lambda: asyncio.to_thread(
-                _share_failure, exchange, failure, timeout_s=self._timeout_s
-            )
-        if reset_prefix_cache is not None and not failure:
-            found["reset_prefix_cache"] = reset_prefix_cache
-        done = tuple(name for name in STEPS if name in found)
+            steps.append(partial(asyncio.to_thread, self._share_failure, self.exchange, failure))
+        if device is not None:
+            steps += [device.synchronize, device.empty_cache]
+        reset = getattr(client, "reset_prefix_cache", None)
+        if reset is not None and not failure:
+            steps.append(reset)
         failures: list[Exception] = []
-        for name in done:
+        for step in steps:
             try:
-                result = found[name]()
+                result = step()
                 if inspect.isawaitable(result):
                     await result
             except Exception as error:  # noqa: BLE001 - the first one is raised after the last step
@@ -245,12 +186,24 @@ class CleanUp:
             failures[0].add_note(f"rl_bridge: clean-up went on, and failed again: {other}")
         if failures:
             raise failures[0]
-        return done
 
-
-def cuda_calls(device: torch.device | str) -> DeviceCalls | None:
-    """The calls of one of torch's devices; None for the CPU."""
-    return torch.cuda if torch.device(device).type == "cuda" else None
+    def _share_failure(self, exchange: GroupExchange, failure: str) -> None:
+        """Tell the other ranks what failed here (empty: nothing), and learn what failed there."""
+        body: dict[str, object] = {"failure": failure[:_MAX_REASON]}
+        try:
+            bodies = share_json(exchange, "outcome", body, timeout_s=self.timeout_s)
+        finally:
+            exchange.decide("over")  # a rank that still waits for this sync need not wait longer
+        failed = {
+            rank: str(one.get("failure")) for rank, one in enumerate(bodies) if one.get("failure")
+        }
+        if failed and not failure:
+            rank, why = next(iter(failed.items()))
+            msg = (
+                f"the sync failed on rank {rank}: {why}. This rank's part of it was done. Mend the "
+                "cause, then sync again."
+            )
+            raise GroupAborted(msg, tuple(failed))
 
 
 # ---- sending ------------------------------------------------------------------------------------
@@ -568,10 +521,8 @@ class CudaIpcTransferSender(BridgeTransferSender):
         request_type: type[WeightUpdateRequest],
         *,
         gpu: str,
-        exchange: GroupExchange | None = None,
         threshold_nbytes: int = DEFAULT_CHUNK_NBYTES,
         clean_up: CleanUp | None = None,
-        timeout_s: float = 600.0,
     ) -> None:
         """Publish through `bridge`.
 
@@ -579,27 +530,22 @@ class CudaIpcTransferSender(BridgeTransferSender):
             bridge: this rank's, of a transport for memory of its GPU.
             request_type: what the engines are sent.
             gpu: UUID of this rank's GPU.
-            exchange: of the trainer's ranks; None if there is one rank.
             threshold_nbytes: bytes of a batch; a module that is larger goes alone.
-            clean_up: the steps after each sync; None for one rank on a CPU.
-            timeout_s: how long a rank waits for the others in one step.
+            clean_up: the steps after each sync, and how the ranks talk; None for one rank.
 
         """
         super().__init__(bridge, request_type, threshold_nbytes=threshold_nbytes, clean_up=clean_up)
         self._gpu = gpu
-        self._exchange = exchange
-        self._timeout_s = timeout_s
         self._handles: tuple[GPUHandle, ...] = ()
+        exchange = self._clean_up.exchange
         self._is_sending = exchange is None or exchange.rank == 0
 
     def _next_version(self) -> int:
         """The next version, the same on every rank, also if one of them failed before."""
         version = super()._next_version()
-        if self._exchange is None:
+        if self._clean_up.exchange is None:
             return version
-        bodies = share_json(
-            self._exchange, "version", {"version": version}, timeout_s=self._timeout_s
-        )
+        bodies = self._share("version", {"version": version})
         found = [body.get("version") for body in bodies]
         if not all(isinstance(one, int) and one >= 0 for one in found):
             msg = (
@@ -615,20 +561,21 @@ class CudaIpcTransferSender(BridgeTransferSender):
         except Exception as error:
             self._clean_up.read_out(chunks, error)  # first: the others are still gathering
             with suppress(GroupAborted):  # which this very message causes, on every rank
-                self._share({"error": describe(error)})
+                self._share("handles", {"error": describe(error)})
             raise
         try:
-            bodies = self._share({"gpu": self._gpu, "manifest": manifest.to_json()})
+            bodies = self._share("handles", {"gpu": self._gpu, "manifest": manifest.to_json()})
             self._handles = merge_handles(bodies)
         except BaseException:
             self.bridge.release(manifest.update_id)
             raise
         return manifest
 
-    def _share(self, body: dict[str, object]) -> list[dict[str, object]]:
-        if self._exchange is None:
+    def _share(self, step: str, body: dict[str, object]) -> list[dict[str, object]]:
+        ranks = self._clean_up
+        if ranks.exchange is None:
             return [body]
-        return share_json(self._exchange, "handles", body, timeout_s=self._timeout_s)
+        return share_json(ranks.exchange, step, body, timeout_s=ranks.timeout_s)
 
     def _requests(self, manifest: WeightUpdateManifest, batches: Any) -> list[WeightUpdateRequest]:
         return super()._requests(manifest, batches) if self._is_sending else []

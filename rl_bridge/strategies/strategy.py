@@ -1,8 +1,8 @@
 """`WeightTransferStrategy`: config in, sender and receiver out.
 
-The config says how trainer and engines are placed; the way of transfer follows from that (`choose`,
-a pure function). The controller makes one strategy and sends it to the workers: it holds nothing
-but the config. Senders, receivers, memory and sockets are made by the process that uses them.
+The config says how trainer and engines are placed; the way of transfer follows from that. The
+controller makes one strategy and sends it to the workers: it holds nothing but the config. Senders,
+receivers, memory and sockets are made by the process that uses them.
 """
 
 import logging
@@ -33,15 +33,12 @@ from rl_bridge.strategies.sender import (
     CudaIpcTransferSender,
     HelperTransferSender,
     WeightTransferSender,
-    cuda_calls,
 )
 from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, checked_threshold
 from rl_bridge.transports.base import checked_count, checked_seconds
 from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
 
 _LOG = logging.getLogger(__name__)
-
-Choice = Literal["broadcast", "shared-memory", "cuda-ipc", "packed-cuda-ipc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,19 +121,6 @@ class WeightTransferConfig:
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
 
 
-def choose(config: WeightTransferConfig) -> tuple[Choice, str]:
-    """The way of transfer, and the reason."""
-    if not config.is_colocated:
-        return "broadcast", "trainer and engines are not on the same machine and devices"
-    if config.device == "cpu":
-        return "shared-memory", "trainer and engines share this machine; weights lie on the CPU"
-    if config.wire_backend == "gloo":
-        return "broadcast", "backend='gloo' was asked for, which does not share GPU memory"
-    if config.is_packed:
-        return "packed-cuda-ipc", "trainer and engines share GPUs"
-    return "cuda-ipc", "trainer and engines share GPUs, and is_packed=False was asked for"
-
-
 class WeightTransferStrategy(ABC):
     """One way of transfer.
 
@@ -192,11 +176,11 @@ class WeightTransferStrategy(ABC):
             )
             raise WeightBridgeUnavailableError(msg)
         clean_up = CleanUp(
-            device=cuda_calls(self.config.device),
+            device=torch.cuda if self.config.device == "cuda" else None,
             exchange=exchange,
             timeout_s=self.config.timeout_s,
         )
-        return self._make_sender(rank, exchange, clean_up)
+        return self._make_sender(rank, clean_up)
 
     async def create_receiver(
         self, init_info: WeightSyncInitInfo, *, rank_offset: int = 1, rank: int = 0
@@ -238,10 +222,7 @@ class WeightTransferStrategy(ABC):
 
     # ---- what a subclass may change
 
-    def _make_sender(
-        self, rank: int, exchange: GroupExchange | None, clean_up: CleanUp
-    ) -> WeightTransferSender:
-        del exchange
+    def _make_sender(self, rank: int, clean_up: CleanUp) -> WeightTransferSender:
         if rank != 0:
             return HelperTransferSender(clean_up)
         return BridgeTransferSender(
@@ -283,17 +264,13 @@ class CudaIpcTransferStrategy(WeightTransferStrategy):
     transport = "cuda-vmm"
     request_type: ClassVar[type[WeightUpdateRequest]] = CudaIpcWeightUpdateRequest
 
-    def _make_sender(
-        self, rank: int, exchange: GroupExchange | None, clean_up: CleanUp
-    ) -> WeightTransferSender:
+    def _make_sender(self, rank: int, clean_up: CleanUp) -> WeightTransferSender:
         return CudaIpcTransferSender(
             self._trainer_bridge(rank),
             self.request_type,
             gpu=_gpu_uuid(self.config.trainer_options.get("device")),
-            exchange=exchange,
             threshold_nbytes=self.config.threshold_nbytes,
             clean_up=clean_up,
-            timeout_s=self.config.timeout_s,
         )
 
     def _make_receiver(self, bridge: TensorBridge) -> BridgeTransferReceiver:
@@ -359,19 +336,28 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         return {"backend": init_info.backend, "init_info": mine}
 
 
-_STRATEGIES: dict[str, type[WeightTransferStrategy]] = {
-    "broadcast": BroadcastTransferStrategy,
-    "shared-memory": SharedMemoryTransferStrategy,
-    "cuda-ipc": CudaIpcTransferStrategy,
-    "packed-cuda-ipc": PackedCudaIpcTransferStrategy,
-}
-
-
 def make_transfer_strategy(config: WeightTransferConfig) -> WeightTransferStrategy:
     """Choose the strategy for a placement; the log says which one, and why."""
-    name, why = choose(config)
-    _LOG.info("weights travel by %s: %s", name, why)
-    return _STRATEGIES[name](config)
+    kind, why = _choose(config)
+    _LOG.info("weights travel by %s: %s", kind.__name__, why)
+    return kind(config)
+
+
+def _choose(config: WeightTransferConfig) -> tuple[type[WeightTransferStrategy], str]:
+    """The way of transfer, and the reason."""
+    if not config.is_colocated:
+        why = "trainer and engines are not on the same machine and devices"
+        return BroadcastTransferStrategy, why
+    if config.device == "cpu":
+        why = "trainer and engines share this machine; weights lie on the CPU"
+        return SharedMemoryTransferStrategy, why
+    if config.wire_backend == "gloo":
+        why = "backend='gloo' was asked for, which does not share GPU memory"
+        return BroadcastTransferStrategy, why
+    if config.is_packed:
+        return PackedCudaIpcTransferStrategy, "trainer and engines share GPUs"
+    why = "trainer and engines share GPUs, and is_packed=False was asked for"
+    return CudaIpcTransferStrategy, why
 
 
 def _gpu_uuid(device: object) -> str:

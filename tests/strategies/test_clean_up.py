@@ -1,9 +1,8 @@
 """What follows a sync: one order, every step, and all ranks learn what became of it."""
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,24 +10,30 @@ import torch
 
 from rl_bridge.errors import GroupAborted
 from rl_bridge.groups.exchange import GroupExchange, StoreExchange
-from rl_bridge.strategies.sender import STEPS, CleanUp, HelperTransferSender, cuda_calls
+from rl_bridge.strategies.sender import CleanUp, HelperTransferSender
+from rl_bridge.trainers.chunks import WeightChunk
 from tests.strategies.rig import Rig, chunks_of, rig, run, weights
 
 
 class Device:
-    """Notes what it is asked."""
+    """Notes what it is asked; one of it may fail."""
 
-    def __init__(self, order: list[str]) -> None:
-        self.order = order
+    def __init__(self, order: list[str], broken: str = "") -> None:
+        self.order, self.broken = order, broken
+
+    def _note(self, step: str) -> None:
+        if step == self.broken:
+            raise RuntimeError("the driver is gone")
+        self.order.append(step)
 
     def ipc_collect(self) -> None:
-        self.order.append("ipc_collect")
+        self._note("ipc_collect")
 
     def synchronize(self) -> None:
-        self.order.append("synchronize")
+        self._note("synchronize")
 
     def empty_cache(self) -> None:
-        self.order.append("empty_cache")
+        self._note("empty_cache")
 
 
 class Alone(GroupExchange):
@@ -59,38 +64,27 @@ def together(*tasks: Callable[[], Any]) -> list[Any]:
         return list(pool.map(caught, tasks))
 
 
-def test_the_steps_are_taken_in_the_documented_order() -> None:
-    order: list[str] = []
-
-    async def reset() -> None:
-        order.append("reset_prefix_cache")
-
-    clean_up = CleanUp(device=Device(order), exchange=Alone(order))
-    done = run(clean_up.run("", delete=lambda: order.append("delete"), reset_prefix_cache=reset))
-    assert tuple(order) == done == STEPS
+AFTER = ["delete", "ipc_collect", "barrier", "synchronize", "empty_cache", "reset_prefix_cache"]
 
 
-def test_a_step_that_fails_does_not_keep_the_others_from_being_taken() -> None:
-    order: list[str] = []
-    device = Device(order)
+class Chunks:
+    """Chunks of a version, which notes that it is closed."""
 
-    def broken() -> None:
-        raise RuntimeError("the driver is gone")
+    def __init__(self, version: int, order: list[str]) -> None:
+        self._chunks, self._order = chunks_of(weights(version)), order
 
-    device.ipc_collect = broken  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="the driver is gone"):
-        run(
-            CleanUp(device=device, exchange=Alone(order)).run(
-                "", delete=lambda: order.append("delete")
-            )
-        )
-    assert order == ["delete", "barrier", "synchronize", "empty_cache"]
+    def __iter__(self) -> Iterator[WeightChunk]:
+        return self._chunks
+
+    def close(self) -> None:
+        self._order.append("delete")
 
 
-def test_engines_are_loaded_before_the_clean_up_and_caches_dropped_last() -> None:
-    order: list[str] = []
+@contextmanager
+def noting(order: list[str], broken: str = "") -> Iterator[Rig]:
+    """A rig that notes what is loaded and what follows a sync."""
     with rig(threshold_nbytes=320) as r:
-        r.sender._clean_up = CleanUp(device=Device(order), exchange=Alone(order))
+        r.sender._clean_up = CleanUp(device=Device(order, broken), exchange=Alone(order))
         load = r.engine.load
 
         def noted(pairs: list[tuple[str, torch.Tensor]]) -> None:
@@ -102,80 +96,60 @@ def test_engines_are_loaded_before_the_clean_up_and_caches_dropped_last() -> Non
 
         r.loader.executor.weight_install_adapter._load = noted  # type: ignore[union-attr]
         r.client.reset_prefix_cache = reset  # type: ignore[attr-defined]
-        r.sync(1)
-        assert order == ["load"] * 3 + [one for one in STEPS if one != "delete"]
+        yield r
+
+
+def test_the_steps_are_taken_in_the_documented_order_when_the_engines_have_loaded() -> None:
+    order: list[str] = []
+    with noting(order) as r:
+        run(r.sender.send_chunks(Chunks(1, order), r.client))
+        assert order == ["load"] * 3 + AFTER
         order.clear()
         r.engine.fails_at = 3
         with pytest.raises(RuntimeError, match="the engine's loader failed"):
-            r.sync(2)
+            run(r.sender.send_chunks(Chunks(2, order), r.client))
         # Nothing was installed, so nothing that the engines cached is wrong.
-        assert "reset_prefix_cache" not in order
-        assert "empty_cache" in order
+        assert [step for step in order if step != "load"] == AFTER[:-1]
 
 
-def help_with(helper: HelperTransferSender, version: int, r: Rig) -> Any:
-    return run(helper.send_chunks(chunks_of(weights(version)), r.client))
+def test_a_step_that_fails_does_not_keep_the_others_from_being_taken() -> None:
+    order: list[str] = []
+    with noting(order, "ipc_collect") as r:
+        with pytest.raises(RuntimeError, match="the driver is gone"):
+            run(r.sender.send_chunks(Chunks(1, order), r.client))
+        assert order == ["load"] * 3 + [step for step in AFTER if step != "ipc_collect"]
 
 
-def test_helper_ranks_return_when_the_engines_have_the_update() -> None:
+def test_helper_ranks_learn_what_became_of_a_sync_and_why() -> None:
     here, there = exchanges(2)
     with rig() as r:
         r.sender._clean_up = CleanUp(exchange=here, timeout_s=20)
         helper = HelperTransferSender(CleanUp(exchange=there, timeout_s=20))
-        for version in (1, 2, 3):
-            manifest, nothing = together(
-                partial(r.sync, version),
-                partial(help_with, helper, version, r),
+
+        def sync(version: int) -> list[Any]:
+            r.engine.calls.clear()
+            chunks = chunks_of(weights(version))
+            return together(
+                lambda: r.sync(version), lambda: run(helper.send_chunks(chunks, r.client))
             )
-            assert nothing is None
-            assert manifest.weight_version == version - 1
-            assert r.engine.holds(version)
 
-
-def test_helper_ranks_learn_that_a_sync_failed_and_why() -> None:
-    here, there = exchanges(2)
-    with rig() as r:
-        r.sender._clean_up = CleanUp(exchange=here, timeout_s=20)
-        helper = HelperTransferSender(CleanUp(exchange=there, timeout_s=20))
+        manifest, nothing = sync(1)
+        assert (manifest.weight_version, nothing) == (0, None)
+        assert r.engine.holds(1), "when the helper returns"
         r.engine.fails_at = 0
-        mine, others = together(
-            lambda: r.sync(1),
-            lambda: run(helper.send_chunks(chunks_of(weights(1)), r.client)),
-        )
+        mine, others = sync(2)
         assert isinstance(mine, RuntimeError)
         assert "the engine's loader failed" in str(mine)
         assert isinstance(others, GroupAborted)
         assert others.ranks == (0,)
         assert "the engine's loader failed" in str(others)
         r.engine.fails_at = None
-        done, _ = together(
-            lambda: r.sync(2),
-            lambda: run(helper.send_chunks(chunks_of(weights(2)), r.client)),
-        )
-        assert r.engine.holds(2), done
+        sync(3)
+        assert r.engine.holds(3)
 
 
 def test_a_rank_that_never_comes_ends_the_wait_within_the_deadline() -> None:
     here, _ = exchanges(2)
-    done = threading.Event()
-
-    def sync() -> None:
-        helper = HelperTransferSender(CleanUp(exchange=here, timeout_s=0.2))
-        with pytest.raises(GroupAborted), rig() as r:
-            run(helper.send_chunks(chunks_of(weights(1)), r.client))
-        done.set()
-
-    thread = threading.Thread(target=sync)
-    thread.start()
-    thread.join(30)
-    assert done.is_set()
-
-
-def test_only_a_gpu_has_something_to_clean_up() -> None:
-    assert cuda_calls("cpu") is None
-    assert cuda_calls("cuda:1") is torch.cuda
-
-
-def test_a_limit_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected seconds above 0"):
-        CleanUp(timeout_s=0)
+    helper = HelperTransferSender(CleanUp(exchange=here, timeout_s=0.2))
+    with pytest.raises(GroupAborted, match=r"no answer from ranks \(1,\)"), rig() as r:
+        run(helper.send_chunks(chunks_of(weights(1)), r.client))

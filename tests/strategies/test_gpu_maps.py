@@ -69,10 +69,8 @@ class Ranks:
                     make_weight_bridge("shared-memory", source_worker="trainer", source_rank=rank),
                     kind,
                     gpu=f"GPU-{rank}",
-                    exchange=exchange,
                     threshold_nbytes=320,
                     clean_up=CleanUp(exchange=exchange, timeout_s=20),
-                    timeout_s=20,
                 )
             )
             for rank, exchange in enumerate(exchanges(2))

@@ -18,8 +18,7 @@ from rl_bridge import (
 )
 from rl_bridge.hooks import StepPublisher, StepSender, weight_sync_callback
 from rl_bridge.trainers.state_dict import StateDictExtractor
-from tests.strategies.engine_process import make_model
-from tests.strategies.rig import rig
+from tests.strategies.rig import make_model, rig
 
 
 class Loop:
