@@ -9,7 +9,7 @@ other module reads them.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -52,30 +52,8 @@ if TYPE_CHECKING:
 _FLAT_KEY = "_flat_param"  # where FSDP1 keeps a flat parameter in its module
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatTensor:
-    """One parameter inside a flat one.
-
-    Attributes:
-        name: as published.
-        shape: of the whole.
-        begin: its first element in the flat parameter.
-        numel: of the whole.
-        is_trainable: it needs a gradient.
-        tied_to: number, in the unit, of an earlier one that is the same tensor.
-
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    begin: int
-    numel: int
-    is_trainable: bool
-    tied_to: int | None = None
-
-
 # What torch knows of each parameter inside a flat one; it has no public names for it.
-_ROWS = attrgetter("_fqns", "_shapes", "_numels", "_contiguities", "_param_extensions")
+_ROWS = attrgetter("_fqns", "_shapes", "_contiguities", "_param_extensions")
 _PADDING = attrgetter("_numels_with_padding", "_is_padding_mask")
 _TIES = attrgetter("_shared_param_infos")
 _HANDLE = attrgetter("_handle")
@@ -89,7 +67,7 @@ class FlatUnit:
         rank: this rank, of the world.
         replica: number of this rank's copy of what it holds.
         paths: of the parameters inside.
-        tensors: what is published of it.
+        tensors: what is published of it; tied ones have the number of an earlier one in the unit.
 
     """
 
@@ -122,10 +100,12 @@ class FlatUnit:
                 column[self._across.index(self.rank)]: tuple(column) for column in columns
             }
         self.replica: int = self._across.index(self.rank) if self.is_cut else self.number
-        self.paths: set[str] = set()
-        self.tensors = self._described(prefix, naming)
         total = sum(_PADDING(self._flat)[0])
         self._range_numel = -(-total // self._world)
+        self.paths: set[str] = set()
+        self.tensors: list[RankTensor] = []
+        self._begins: list[int] = []
+        self._describe(prefix, naming)
         if self._range_numel != self.held().numel():
             msg = (
                 f"unit {prefix or 'of the root'!r} of FSDP holds {self.held().numel()} elements "
@@ -133,11 +113,6 @@ class FlatUnit:
                 "steps, outside of summon_full_params."
             )
             raise IncompatibleUpdate(msg)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of all its tensors, as the optimizer sees them."""
-        return self.held().dtype
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -149,31 +124,15 @@ class FlatUnit:
         """Number of this rank among all that hold the model."""
         return self._across.index(self.rank) * len(self._group_ranks) + self._index
 
-    def described(self, first: int) -> Iterator[RankTensor]:
-        """Its tensors, as the base class of extractors wants them.
-
-        Args:
-            first: number of the first of them among all of the model's.
-
-        """
-        for tensor in self.tensors:
-            piece = self._piece(tensor)
-            yield RankTensor(
-                name=tensor.name,
-                shape=tensor.shape,
-                dtype=self.dtype,
-                local_shape=None if piece is None else piece.shape,
-                pieces=() if piece is None else (piece,),
-                owners=self._owners(tensor),
-                is_whole=not self.is_cut,
-                is_trainable=tensor.is_trainable,
-                tied_to=None if tensor.tied_to is None else first + tensor.tied_to,
-            )
-
-    def split(self, tensor: FlatTensor) -> Split:
+    def split(self, number: int) -> Split:
         """How the ranks of the unit share a tensor, if it is cut."""
-        parts = tuple((rank, (piece,)) for rank, piece in self._parts(tensor))
-        return Split(group=self._group, device=self._device, parts=parts)
+        one = self.tensors[number]
+        parts = self._parts(one.name, one.shape, self._begins[number])
+        return Split(
+            group=self._group,
+            device=self._device,
+            parts=tuple((rank, (piece,)) for rank, piece in parts),
+        )
 
     def held(self) -> torch.Tensor:
         """This rank's range of the flat parameter, padding included."""
@@ -185,43 +144,30 @@ class FlatUnit:
     def now(self) -> Iterator[torch.Tensor | None]:
         """What this rank holds of each tensor at this moment."""
         held, own = self.held(), self._index * self._range_numel if self.is_cut else 0
-        for tensor in self.tensors:
-            begin = max(tensor.begin - own, 0)
-            end = min(tensor.begin + tensor.numel - own, self._range_numel)
+        for tensor, at in zip(self.tensors, self._begins, strict=True):
+            begin = max(at - own, 0)
+            end = min(at + math.prod(tensor.shape) - own, self._range_numel)
             if not self.is_cut:
                 yield held[begin:end].view(tensor.shape)
             else:
                 yield held[begin:end] if begin < end else None
 
-    def _piece(self, tensor: FlatTensor) -> Piece | None:
-        """What this rank holds of a tensor."""
-        if not self.is_cut:
-            return whole_piece(tensor.name, tensor.shape, self.replica)
-        return self._range(tensor, self._index)
+    def _parts(self, name: str, shape: tuple[int, ...], begin: int) -> Iterator[tuple[int, Piece]]:
+        """The ranks of the unit that hold elements of a tensor, and what they hold."""
+        for index, rank in enumerate(self._group_ranks):
+            low = index * self._range_numel - begin
+            high = low + self._range_numel
+            piece = flat_piece(name, shape, low, high, replica=self.replica)
+            if piece is not None:
+                yield rank, piece
 
-    def _owners(self, tensor: FlatTensor) -> tuple[int, ...]:
-        """Ranks that hold elements of a tensor, as far as they are known here."""
-        if not self.is_cut:
-            return tuple(self._group_ranks)
-        return tuple(sorted(r for rank, _ in self._parts(tensor) for r in self._copies[rank]))
-
-    def _parts(self, tensor: FlatTensor) -> list[tuple[int, Piece]]:
-        ranges = ((rank, self._range(tensor, at)) for at, rank in enumerate(self._group_ranks))
-        return [(rank, piece) for rank, piece in ranges if piece is not None]
-
-    def _range(self, tensor: FlatTensor, index: int) -> Piece | None:
-        begin = index * self._range_numel - tensor.begin
-        end = begin + self._range_numel
-        return flat_piece(tensor.name, tensor.shape, begin, end, replica=self.replica)
-
-    def _described(self, prefix: str, naming: Naming) -> list[FlatTensor]:
+    def _describe(self, prefix: str, naming: Naming) -> None:
         flat: Any = self._flat
-        found: list[FlatTensor] = []
         numbers: dict[str, int] = {}
         begins = _without_padding(*_PADDING(flat))
         parameters = attrgetter("_params")(flat) or [flat] * len(begins)
         rows = zip(*_ROWS(flat), begins, parameters, strict=True)
-        for fqn, shape, numel, is_plain, extension, begin, parameter in rows:
+        for fqn, shape, is_plain, extension, begin, parameter in rows:
             path = _joined(prefix, fqn)
             if not is_plain or extension is not None:
                 msg = (
@@ -231,22 +177,48 @@ class FlatUnit:
                 raise IncompatibleUpdate(msg)
             name = self._named(path, naming)
             if name is not None:
-                numbers[path] = len(found)
-                found.append(
-                    FlatTensor(
-                        name=name,
-                        shape=tuple(shape),
-                        begin=begin,
-                        numel=numel,
-                        is_trainable=bool(parameter.requires_grad),
-                    )
-                )
+                numbers[path] = len(self.tensors)
+                trains = bool(parameter.requires_grad)
+                self._add(name, tuple(shape), begin, is_trainable=trains)
         for key, _, module, first_key, _, first_module in _TIES(flat):
             name = self._named(_joined(prefix, module, key), naming)
             number = numbers.get(_joined(prefix, first_module, first_key))
             if name is not None and number is not None:
-                found.append(replace(found[number], name=name, tied_to=number))
-        return found
+                one, begin = self.tensors[number], self._begins[number]
+                self._add(name, one.shape, begin, is_trainable=one.is_trainable, tied_to=number)
+
+    def _add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        begin: int,
+        *,
+        is_trainable: bool,
+        tied_to: int | None = None,
+    ) -> None:
+        """Note a tensor that begins at an element of the flat parameter."""
+        if self.is_cut:
+            parts = dict(self._parts(name, shape, begin))
+            piece = parts.get(self.rank)
+            # As far as they are known here.
+            owners = tuple(sorted(one for rank in parts for one in self._copies[rank]))
+        else:
+            piece = whole_piece(name, shape, self.replica)
+            owners = tuple(self._group_ranks)
+        self._begins.append(begin)
+        self.tensors.append(
+            RankTensor(
+                name=name,
+                shape=shape,
+                dtype=self.held().dtype,
+                local_shape=None if piece is None else piece.shape,
+                pieces=() if piece is None else (piece,),
+                owners=owners,
+                is_whole=not self.is_cut,
+                is_trainable=is_trainable,
+                tied_to=tied_to,
+            )
+        )
 
     def _named(self, path: str, naming: Naming) -> str | None:
         self.paths.add(clean_name(path))
@@ -333,7 +305,11 @@ class FSDPWeightExtractor(WeightExtractor):
         known = list(self._known_slots())
         self._is_empty = [one.local_shape is None for one in known]
         for unit in self._units:
-            known += unit.described(len(known))
+            first = len(known)
+            known += [
+                one if one.tied_to is None else replace(one, tied_to=first + one.tied_to)
+                for one in unit.tensors
+            ]
         return known
 
     def _known_slots(self) -> Iterable[RankTensor]:
@@ -443,6 +419,6 @@ class FSDPWeightExtractor(WeightExtractor):
         if number < 0:
             slot = self._slots.slots[source]
             return split_of(slot.name, slot.tensor())  # type: ignore[arg-type]  # whole ones are not cut
-        tensors = [(unit, tensor) for unit in self._units for tensor in unit.tensors]
-        unit, tensor = tensors[number]
-        return unit.split(tensor)
+        at = [(unit, place) for unit in self._units for place in range(len(unit.tensors))]
+        unit, place = at[number]
+        return unit.split(place)

@@ -12,8 +12,8 @@ from torch import nn
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.trainers.deepspeed import DeepSpeedWeightExtractor
-from tests.trainers_torch.counting import Collectives, peak_nbytes
-from tests.trainers_torch.worlds import as_lists, described, filled, local_report
+from tests.trainers_torch.counting import peak_nbytes
+from tests.trainers_torch.worlds import as_lists, filled, full_report
 
 WIDTH = 7
 
@@ -80,30 +80,12 @@ def step(made: Any) -> None:
     made.step()
 
 
-def local(stage: int, dtype: str | None = None, kind: str = "float32") -> Any:
+def report(stage: int, dtype: str | None = None, kind: str = "float32") -> Any:
     made = engine(stage, dtype=kind)
     step(made)
-    return local_report(DeepSpeedWeightExtractor(made, chunk_nbytes=100), dtype)
-
-
-def full(stage: int, dtype: str | None = None, kind: str = "float32") -> Any:
-    made = engine(stage, dtype=kind)
-    step(made)
-    wanted = None if dtype is None else getattr(torch, dtype)
-    before = described(list(DeepSpeedWeightExtractor(made, chunk_nbytes=100).full(wanted)))
+    found = full_report(DeepSpeedWeightExtractor(made, chunk_nbytes=100), dtype)
     step(made)  # it still trains
-    return before
-
-
-def collectives(stage: int) -> Any:
-    made = engine(stage)
-    counts = {}
-    for call in ("metadata", "placements", "local", "full"):
-        with Collectives() as counted:
-            for _ in getattr(DeepSpeedWeightExtractor(made), call)(torch.bfloat16):
-                pass
-        counts[call] = len(counted.names)
-    return counts
+    return found
 
 
 def peak(stage: int, chunk_nbytes: int) -> Any:
@@ -158,5 +140,4 @@ def trained(stage: int, zero: dict[str, Any] | None = None) -> Any:
     for name, parameter in made.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
             told_by_deepspeed[name] = as_lists(parameter)
-    full = described(list(extractor.full()))
-    return {**local_report(extractor), "whole": told_by_deepspeed, "full": full}
+    return {**full_report(extractor), "whole": told_by_deepspeed}

@@ -1,5 +1,6 @@
 """What the ranks of the Megatron tests run: they load a model, or build one, and report."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,12 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.trainers.megatron import MegatronWeightExtractor
-from tests.trainers.megatron_on_cpu import prepare_mbridge, prepare_megatron
-from tests.trainers_torch.counting import Collectives
-from tests.trainers_torch.worlds import described, local_report
-
-prepare_megatron()
-prepare_mbridge()
+from tests.trainers_torch.worlds import full_report, local_report
 
 # What the layers of Megatron itself can do without CUDA.
 PLAIN: dict[str, Any] = {
@@ -51,21 +47,12 @@ def loaded(path: str, pad_to: int | None = None, **degrees: int) -> tuple[Any, A
     return bridge, model
 
 
-def local(path: str, *, is_hf: bool, pad_to: int | None = None, **degrees: int) -> Any:
+def report(
+    path: str, *, is_hf: bool, pad_to: int | None = None, dtype: str | None = None, **degrees: int
+) -> Any:
     bridge, model = loaded(path, pad_to, **degrees)
-    return local_report(MegatronWeightExtractor(model, bridge=bridge if is_hf else None))
-
-
-def full(path: str, *, is_hf: bool, dtype: str | None = None, **degrees: int) -> Any:
-    bridge, model = loaded(path, **degrees)
     extractor = MegatronWeightExtractor(model, bridge=bridge if is_hf else None, chunk_nbytes=5000)
-    wanted = None if dtype is None else getattr(torch, dtype)
-    chunks = list(extractor.full(wanted))
-    return {
-        "tensors": described(chunks),
-        "sizes": [chunk.total_size_bytes for chunk in chunks],
-        "modules": [chunk.module_name for chunk in chunks],
-    }
+    return full_report(extractor, dtype)
 
 
 def looks(path: str, **degrees: int) -> list[int]:
@@ -78,18 +65,6 @@ def looks(path: str, **degrees: int) -> list[int]:
             for _ in extractor.full():
                 pass
         counts.append(looked.call_count)
-    return counts
-
-
-def collectives(path: str, *, is_hf: bool, **degrees: int) -> Any:
-    bridge, model = loaded(path, **degrees)
-    counts = {}
-    for call in ("metadata", "placements", "local", "full"):
-        extractor = MegatronWeightExtractor(model, bridge=bridge if is_hf else None)
-        with Collectives() as counted:
-            for _ in getattr(extractor, call)(torch.bfloat16):
-                pass
-        counts[call] = len(counted.names)
     return counts
 
 
@@ -159,3 +134,54 @@ def told(call: Callable[[], object]) -> str:
     except WeightBridgeError as error:
         return str(error)
     return "nothing"
+
+
+# ---- Megatron-Core and mbridge without CUDA ------------------------------------------------------
+
+
+def prepare_megatron() -> None:
+    """Let a GPT model of Megatron's be built and run on the CPU."""
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import moe_utils
+
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda device="cpu": torch.get_rng_state()
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    moe_utils.te_general_gemm = None  # a name that is missing without Transformer Engine
+
+
+def prepare_mbridge() -> None:
+    """Let mbridge build models of Megatron's own layers, which have norms of their own."""
+    from mbridge.core import llm_bridge
+    from mbridge.core.bridge import Bridge
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    module: Any = torch.nn.Module
+    module.cuda = lambda self, device=None: self
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec
+
+    def local_spec(config: Any, use_transformer_engine: bool = True, **options: Any) -> Any:
+        return spec(config, use_transformer_engine=False, **options)
+
+    local_spec.__signature__ = inspect.signature(spec)  # type: ignore[attr-defined]  # it is looked at
+    llm_bridge.get_gpt_decoder_block_spec = local_spec
+    names = Bridge._weight_name_mapping_mcore_to_hf
+    norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+
+    def mapped(self: Any, name: str) -> list[str]:
+        layer = name.split(".")[2] if name.startswith("decoder.layers.") else ""
+        for ours, theirs in norms.items():
+            if name.endswith(f".{ours}.weight"):
+                return [f"model.layers.{layer}.{theirs}.weight"]
+        return list(names(self, name))
+
+    Bridge._weight_name_mapping_mcore_to_hf = mapped
+
+
+prepare_megatron()
+prepare_mbridge()

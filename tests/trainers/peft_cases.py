@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.trainers.fsdp import FSDPWeightExtractor
-from tests.trainers_torch.worlds import as_lists, described, filled, local_report
+from tests.trainers_torch.worlds import as_lists, filled, full_report
 
 
 def base() -> Any:
@@ -54,9 +54,7 @@ def parts(adapters: str) -> Any:
     model = sharded()
     if adapters == "merged":
         model.merge_adapter()
-    report = local_report(FSDPWeightExtractor(model, adapters=adapters))
-    report["full"] = described(list(FSDPWeightExtractor(model, adapters=adapters).full()))
-    return report
+    return full_report(FSDPWeightExtractor(model, adapters=adapters))
 
 
 def forgotten() -> str:

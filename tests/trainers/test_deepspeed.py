@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from tests.trainers import deepspeed_cases
 from tests.trainers_torch.worlds import World, assembled, placements_of, reference
 
@@ -20,42 +19,43 @@ STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 @STAGES
-def test_the_parts_of_all_ranks_are_the_model(two: World, stage: int) -> None:
-    reports = two.run("local", stage=stage)
+def test_the_parts_of_all_ranks_are_the_model_and_only_a_gather_asks_others(
+    two: World, stage: int
+) -> None:
+    reports = two.run("report", stage=stage)
     assert assembled(reports) == WHOLE
-    wholes = prove_coverage(held_pieces([placements_of(report) for report in reports]))
-    assert set(wholes) == set(WHOLE)
     for name, (*_, owners, _, _) in reports[0]["metadata"].items():
-        assert owners == [r for r, report in enumerate(reports) if name in report["placements"]]
-
-
-@STAGES
-def test_every_rank_gathers_the_model_and_trains_on(two: World, stage: int) -> None:
-    assert two.run("full", stage=stage) == [WHOLE, WHOLE]
-
-
-@STAGES
-def test_only_a_gather_of_what_is_cut_asks_other_ranks(two: World, stage: int) -> None:
-    for counts in two.run("collectives", stage=stage):
-        assert (counts["metadata"], counts["placements"], counts["local"]) == (0, 0, 0)
-        assert (counts["full"] > 0) == (stage == 3)
+        assert owners == [r for r, report in enumerate(reports) if name in report["tensors"]]
+    for report in reports:
+        assert report["full"] == WHOLE
+        assert report["asked"][0] == 0
+        assert (report["asked"][1] > 0) == (stage == 3)
+    if stage < 3:  # ranks hold copies
+        for rank, report in enumerate(reports):
+            (piece,) = placements_of(report)["up.weight"].pieces
+            assert (piece.shape, piece.replica, piece.is_flat) == ((3, 7), rank, False)
+    metadata, trainable = reports[0]["metadata"], reports[0]["trainable"]
+    assert metadata["head.weight"][4] == "embed.weight"
+    assert "down.weight" not in trainable
+    assert "up.weight" in trainable
 
 
 @STAGES
 def test_weights_in_sixteen_bits_come_as_they_compute(two: World, stage: int) -> None:
-    reports = two.run("local", stage=stage, kind="bfloat16")
+    reports = two.run("report", stage=stage, kind="bfloat16")
     whole = assembled(reports)
     cast = reference(deepspeed_cases.plain(), "bfloat16")
     parameters = dict(deepspeed_cases.plain().named_parameters())
     assert {name: whole[name] for name in parameters} == {name: cast[name] for name in parameters}
-    assert two.run("full", stage=stage, kind="bfloat16") == [whole, whole]
+    assert [report["full"] for report in reports] == [whole, whole]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_tensors_travel_in_the_dtype_that_is_asked_for(two: World, stage: int) -> None:
     cast = reference(deepspeed_cases.plain(), "bfloat16")
-    assert assembled(two.run("local", stage=stage, dtype="bfloat16")) == cast
-    assert two.run("full", stage=stage, dtype="bfloat16") == [cast, cast]
+    reports = two.run("report", stage=stage, dtype="bfloat16")
+    assert assembled(reports) == cast
+    assert [report["full"] for report in reports] == [cast, cast]
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,6 @@ def test_an_update_sees_the_optimizer_s_steps(two: World, stage: int, zero: dict
     assert found["up.bias"] != WHOLE["up.bias"]
     assert found["gain"] != WHOLE["gain"]
     assert found["down.weight"] == WHOLE["down.weight"], "it is frozen"
-
-
-def test_stages_without_cuts_say_that_ranks_hold_copies(two: World) -> None:
-    for rank, report in enumerate(two.run("local", stage=2)):
-        placed = placements_of(report)["up.weight"]
-        (piece,) = placed.pieces
-        assert (placed.shape, piece.replica, piece.is_flat) == ((3, 7), rank, False)
-
-
-def test_metadata_name_trainable_and_tied_tensors(two: World) -> None:
-    report = two.run("local", stage=3)[0]
-    assert report["metadata"]["head.weight"][4] == "embed.weight"
-    assert "down.weight" not in report["trainable"]
-    assert "up.weight" in report["trainable"]
 
 
 def test_gathering_takes_no_more_memory_than_one_chunk(two: World) -> None:

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from tests.trainers.checkpoints import saved
-from tests.trainers_torch.worlds import World, assembled, placements_of
+from tests.trainers_torch.worlds import World, assembled, filled, placements_of, reference
 
 CASES = "megatron_cases"
 # Degrees of tensor and pipeline parallelism; ranks that are left hold copies.
@@ -41,48 +40,39 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dic
 Models = dict[str, tuple[str, dict[str, Any]]]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-@pytest.mark.parametrize(("ranks", "degrees"), DEGREES)
-def test_the_parts_of_all_ranks_are_the_checkpoint(
+@pytest.mark.parametrize(
+    ("kind", "ranks", "degrees"),
+    [pytest.param("llama", 2, {"tp": 2}, id="llama")]
+    + [pytest.param("qwen2", *one.values, id=str(one.id)) for one in DEGREES],
+)
+def test_parts_and_gathers_through_a_bridge_are_the_checkpoint(
     worlds: World2, models: Models, kind: str, ranks: int, degrees: dict[str, int]
 ) -> None:
     path, whole = models[kind]
-    reports = worlds(ranks, CASES).run("local", path=path, is_hf=True, **degrees)
+    reports = worlds(ranks, CASES).run("report", path=path, is_hf=True, **degrees)
     assert assembled(reports) == whole
-    assert set(prove_coverage(held_pieces([placements_of(one) for one in reports]))) == set(whole)
+    for report in reports:
+        assert report["full"] == whole
+        for_parts, for_wholes = report["asked"]
+        assert for_parts == 0
+        assert for_wholes > 0
 
 
 @pytest.mark.parametrize(("ranks", "degrees"), DEGREES)
-def test_raw_parts_are_what_one_rank_alone_would_hold(
+def test_without_a_bridge_they_are_what_one_rank_alone_would_hold(
     worlds: World2, models: Models, ranks: int, degrees: dict[str, int]
 ) -> None:
+    """Of its own stage each rank gathers the whole."""
     path, _ = models["qwen2"]
-    alone = worlds(1, CASES).run("local", path=path, is_hf=False)
-    reports = worlds(ranks, CASES).run("local", path=path, is_hf=False, **degrees)
-    assert assembled(reports) == assembled(alone) == alone[0]["tensors"]
-    prove_coverage(held_pieces([placements_of(one) for one in reports]))
-
-
-@pytest.mark.parametrize(("ranks", "degrees"), DEGREES)
-def test_every_rank_gathers_the_checkpoint_through_a_bridge(
-    worlds: World2, models: Models, ranks: int, degrees: dict[str, int]
-) -> None:
-    path, whole = models["qwen2"]
-    answers = worlds(ranks, CASES).run("full", path=path, is_hf=True, **degrees)
-    assert [answer["tensors"] for answer in answers] == [whole] * ranks
-
-
-@pytest.mark.parametrize(("ranks", "degrees"), DEGREES)
-def test_every_rank_gathers_what_its_stage_holds_without_a_bridge(
-    worlds: World2, models: Models, ranks: int, degrees: dict[str, int]
-) -> None:
-    path, _ = models["qwen2"]
-    whole = worlds(1, CASES).run("local", path=path, is_hf=False)[0]["tensors"]
-    answers = worlds(ranks, CASES).run("full", path=path, is_hf=False, **degrees)
+    alone = worlds(1, CASES).run("report", path=path, is_hf=False)
+    whole = alone[0]["tensors"]
+    reports = worlds(ranks, CASES).run("report", path=path, is_hf=False, **degrees)
+    assert assembled(reports) == assembled(alone) == whole
     gathered: dict[str, Any] = {}
-    for answer in answers:
-        gathered |= answer["tensors"]
-        assert answer["tensors"].items() <= whole.items()
+    for report in reports:
+        gathered |= report["full"]
+        assert report["full"].items() <= whole.items()
+        assert report["asked"][0] == 0
     assert gathered == whole
 
 
@@ -94,22 +84,11 @@ def test_a_gather_looks_at_the_model_once_however_many_tensors_there_are(
 
 def test_exported_tensors_come_in_chunks_cast_and_by_module(worlds: World2, models: Models) -> None:
     path, whole = models["qwen2"]
-    answer = worlds(2, CASES).run("full", path=path, is_hf=True, dtype="bfloat16", tp=2)[0]
-    assert {dtype for dtype, *_ in answer["tensors"].values()} == {"torch.bfloat16"}
+    answer = worlds(2, CASES).run("report", path=path, is_hf=True, dtype="bfloat16", tp=2)[0]
+    assert {dtype for dtype, *_ in answer["full"].values()} == {"torch.bfloat16"}
     assert sum(answer["sizes"]) == sum(2 * len(values) for *_, values in whole.values())
     assert max(answer["sizes"]) <= 5000 < sum(answer["sizes"])
-    assert list(answer["tensors"]) != sorted(answer["tensors"]), "in the exporter's order"
-
-
-@pytest.mark.parametrize(("ranks", "degrees"), DEGREES)
-@pytest.mark.parametrize("is_hf", [True, False])
-def test_only_a_gather_asks_other_ranks(
-    worlds: World2, models: Models, ranks: int, degrees: dict[str, int], is_hf: bool
-) -> None:
-    path, _ = models["llama"]
-    for counts in worlds(ranks, CASES).run("collectives", path=path, is_hf=is_hf, **degrees):
-        assert (counts["metadata"], counts["placements"], counts["local"]) == (0, 0, 0)
-        assert counts["full"] > 0 or not is_hf
+    assert list(answer["full"]) != sorted(answer["full"]), "in the exporter's order"
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}])
@@ -117,7 +96,7 @@ def test_the_padding_of_a_vocabulary_is_not_published(
     worlds: World2, models: Models, degrees: dict[str, int]
 ) -> None:
     path, whole = models["odd"]
-    reports = worlds(2, CASES).run("local", path=path, is_hf=True, pad_to=16, **degrees)
+    reports = worlds(2, CASES).run("report", path=path, is_hf=True, pad_to=16, **degrees)
     assert assembled(reports) == whole
     assert whole["lm_head.weight"][1][0] == 23
 
@@ -127,7 +106,6 @@ def test_experts_have_their_numbers_in_the_whole_model(
     worlds: World2, degrees: dict[str, int]
 ) -> None:
     reports = worlds(2, CASES).run("experts", **degrees)
-    prove_coverage(held_pieces([placements_of(one) for one in reports]))
     found = assembled(reports)
     for number in range(4):
         prefix = f"decoder.layers.0.mlp.experts.local_experts.{number}"
@@ -138,7 +116,7 @@ def test_experts_have_their_numbers_in_the_whole_model(
 
 def test_gate_and_up_of_each_rank_lie_apart_in_the_whole(worlds: World2, models: Models) -> None:
     path, _ = models["llama"]
-    for rank, report in enumerate(worlds(2, CASES).run("local", path=path, is_hf=False, tp=2)):
+    for rank, report in enumerate(worlds(2, CASES).run("report", path=path, is_hf=False, tp=2)):
         placed = placements_of(report)["decoder.layers.0.mlp.linear_fc1.weight"]
         assert [piece.offset for piece in placed.pieces] == [(6 * rank, 0), (12 + 6 * rank, 0)]
         assert [piece.local_offset for piece in placed.pieces] == [(0, 0), (6, 0)]
@@ -157,11 +135,34 @@ def test_an_embedding_that_two_stages_hold_is_a_copy_on_the_second(
     worlds: World2, models: Models
 ) -> None:
     path, whole = models["tied"]
-    reports = worlds(2, CASES).run("local", path=path, is_hf=True, pp=2)
+    reports = worlds(2, CASES).run("report", path=path, is_hf=True, pp=2)
     found = assembled(reports)  # compares copies
     assert found.keys() | {"lm_head.weight"} == whole.keys()
     assert found["model.embed_tokens.weight"] == whole["model.embed_tokens.weight"]
     (piece,) = placements_of(reports[1])["output_layer.weight"].pieces
     assert (piece.name, piece.replica) == ("model.embed_tokens.weight", 1)
-    raw = worlds(2, CASES).run("local", path=path, is_hf=False, pp=2)
-    prove_coverage(held_pieces([placements_of(one) for one in raw]))
+    assembled(worlds(2, CASES).run("report", path=path, is_hf=False, pp=2))  # it covers
+
+
+# ---- a checkpoint --------------------------------------------------------------------------------
+
+
+def saved(kind: str, path: Path, **options: Any) -> dict[str, Any]:
+    """Write a checkpoint to `path`, and tell what is in it."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 26,
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+        "tie_word_embeddings": False,
+    }
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **options})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.float32)
+    filled(model)
+    model.save_pretrained(path)
+    return reference(model)

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Collectives", "peak_nbytes"]
-
 _M_MMAP_THRESHOLD = -3
 _LIBC = ctypes.CDLL(None)
 # Large blocks go back to the kernel as soon as they are freed. From the beginning: malloc keeps the

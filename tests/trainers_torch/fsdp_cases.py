@@ -1,5 +1,6 @@
 """What the ranks of the FSDP tests run: they build a model, wrap it and report."""
 
+import asyncio
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -23,13 +24,17 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import rl_bridge
-from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.errors import IncompatibleUpdate, WeightBridgeError
+from rl_bridge.groups.exchange import ProcessGroupExchange
+from rl_bridge.strategies.requests import WeightUpdateRequest
+from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 from rl_bridge.trainers.fsdp import FSDPWeightExtractor
-from tests.trainers_torch.counting import Collectives, peak_nbytes
-from tests.trainers_torch.other_cases import data_parallel, syncs, without_elements  # noqa: F401 - by name
-from tests.trainers_torch.worlds import described, filled, local_report
+from rl_bridge.trainers.state_dict import StateDictExtractor
+from tests.trainers_torch.counting import peak_nbytes
+from tests.trainers_torch.worlds import filled, full_report, local_report
 
 WIDTH = 6
 
@@ -85,84 +90,77 @@ def plain() -> Model:
     return model
 
 
-def fsdp2() -> nn.Module:
-    model, mesh = plain(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+
+def square(*names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+def sharded(model: Model, mesh: DeviceMesh, **options: Any) -> nn.Module:
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     return model
 
 
+def fsdp2() -> nn.Module:
+    return sharded(plain(), line())
+
+
 def fsdp2_mixed() -> nn.Module:
-    model, mesh = plain(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    model, policy = plain(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=line(), mp_policy=policy, reshard_after_forward=False)
     return model
 
 
 def fsdp2_columns() -> nn.Module:
     """Matrices are cut by columns, which are no contiguous memory of the whole."""
-    model, mesh = plain(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = plain()
     even = [p for p in model.parameters() if p.ndim == 2 and p.shape[1] % 2 == 0]
     fully_shard(
         model,
-        mesh=mesh,
+        mesh=line(),
         shard_placement_fn=lambda p: Shard(1 if any(p is one for one in even) else 0),
     )
     return model
 
 
 def hsdp2() -> nn.Module:
-    model, mesh = plain(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+    return sharded(plain(), square("copies", "shards"))
 
 
 def fsdp2_over_tensor_parallel() -> nn.Module:
-    model, mesh = plain(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, mesh = plain(), square("dp", "tp")
     for block in model.blocks:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(block, mesh["tp"], plan)
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    return model
+    return sharded(model, mesh["dp"])
 
 
 def fsdp2_over_split_rows() -> nn.Module:
     """Copies, shards and tensor parallelism, of which two cut the same rows; norms on all ranks."""
-    model, mesh = plain(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, mesh = plain(), square("dp", "tp")
     parallelize_module(model, mesh["tp"], {"embed": ColwiseParallel(), "head": RowwiseParallel()})
     for block in model.blocks:
         plan = {"up": ColwiseParallel(), "self_attn.q_proj": ColwiseParallel()}
         parallelize_module(block, mesh["tp"], {**plan, "down": SequenceParallel()})
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    return model
+    return sharded(model, mesh["dp"])
 
 
 def fsdp2_offloaded() -> nn.Module:
-    model, mesh = plain(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    policy = CPUOffloadPolicy(pin_memory=False)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, offload_policy=policy)
-    fully_shard(model, mesh=mesh, offload_policy=policy)
-    return model
+    return sharded(plain(), line(), offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def fsdp2_fewer_after_forward() -> nn.Module:
     """Between forward and backward pass two of four ranks together hold all of it."""
-    model, mesh = plain(), init_device_mesh("cpu", (4,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=2)
-    fully_shard(model, mesh=mesh, reshard_after_forward=2)
-    return model
+    return sharded(plain(), line(), reshard_after_forward=2)
 
 
 def crossed() -> nn.Module:
     """Tensor parallelism along one dimension of the mesh here, along the other one there."""
-    model, mesh = plain(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, mesh = plain(), square("dp", "tp")
     parallelize_module(model.blocks[0], mesh["tp"], {"up": ColwiseParallel()})
     parallelize_module(model.blocks[1], mesh["dp"], {"up": ColwiseParallel()})
     return model
@@ -192,8 +190,7 @@ def fsdp1_copies() -> nn.Module:
 
 
 def fsdp1_hybrid() -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    strategy = ShardingStrategy.HYBRID_SHARD
+    strategy, mesh = ShardingStrategy.HYBRID_SHARD, square("copies", "shards")
     return fsdp1(use_orig_params=True, sharding_strategy=strategy, device_mesh=mesh)
 
 
@@ -204,26 +201,8 @@ def built(build: str) -> nn.Module:
     return globals()[build]()  # type: ignore[no-any-return]
 
 
-def local(build: str, dtype: str | None = None) -> Any:
-    return local_report(FSDPWeightExtractor(built(build), chunk_nbytes=300), dtype)
-
-
-def full(build: str, dtype: str | None = None, chunk_nbytes: int = 300) -> Any:
-    extractor = FSDPWeightExtractor(built(build), chunk_nbytes=chunk_nbytes)
-    wanted = None if dtype is None else getattr(torch, dtype)
-    return described(list(extractor.extract_weights(wanted)))
-
-
-def collectives(build: str) -> Any:
-    """How many operations of which kind talk to other ranks."""
-    model = built(build)
-    counts = {}
-    for call in ("metadata", "placements", "local", "full"):
-        with Collectives() as counted:
-            for _ in getattr(FSDPWeightExtractor(model), call)(torch.bfloat16):
-                pass
-        counts[call] = len(counted.names)
-    return counts
+def report(build: str, dtype: str | None = None) -> Any:
+    return full_report(FSDPWeightExtractor(built(build), chunk_nbytes=300), dtype)
 
 
 def local_after_forward(build: str) -> Any:
@@ -241,13 +220,13 @@ def local_after_forward(build: str) -> Any:
 def trained(build: str) -> Any:
     model = built(build)
     extractor = FSDPWeightExtractor(model)
-    before = {name: t for chunk in extractor.local() for name, t in _pairs(chunk)}
+    before = {name: t for chunk in extractor.local() for name, t in chunk.items()}
     copies = {name: tensor.clone() for name, tensor in before.items()}
     loss = model(torch.tensor([[1, 2, 3]])).square().mean()
     loss.backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3).step()
-    after = {name: t for chunk in extractor.local() for name, t in _pairs(chunk)}
-    whole = {name: t for chunk in extractor.full() for name, t in _pairs(chunk)}
+    after = {name: t for chunk in extractor.local() for name, t in chunk.items()}
+    whole = {name: t for chunk in extractor.full() for name, t in chunk.items()}
     torchs = {
         name: one.full_tensor() if isinstance(one, DTensor) else one
         for name, one in model.state_dict().items()
@@ -277,7 +256,7 @@ def exchanged(build: str) -> bool:
         for name, one in model.state_dict().items()
     }
     model.load_state_dict(state, assign=True)
-    got = {name: t for chunk in extractor.local() for name, t in _pairs(chunk)}
+    got = {name: t for chunk in extractor.local() for name, t in chunk.items()}
     name = "blocks.0.up.weight"
     return torch.equal(got[name], state[name].to_local())
 
@@ -300,10 +279,6 @@ def published(build: str) -> Any:
         }
 
 
-def _pairs(chunk: rl_bridge.WeightChunk) -> Any:
-    return zip(chunk.names, chunk.tensors, strict=True)
-
-
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -313,13 +288,12 @@ def wide(cut: str) -> nn.Module:
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(128, 33), copy.deepcopy(one)) for one in layers)
     )
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     if cut == "flat":
         return FullyShardedDataParallel(
             model, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), device_id=torch.device("cpu")
         )
     fully_shard(
-        model, mesh=mesh, shard_placement_fn=lambda p: Shard(int(p.ndim > 1 and cut == "columns"))
+        model, mesh=line(), shard_placement_fn=lambda p: Shard(int(p.ndim > 1 and cut == "columns"))
     )
     return model
 
@@ -370,9 +344,8 @@ def uses_state_dicts(build: str) -> bool:
 
 
 def refusals() -> Any:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     partial = nn.Linear(2, 2)
-    sums = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
+    sums = DTensor.from_local(torch.ones(2, 2), line(), [Partial()])
     partial.weight = nn.Parameter(sums)
     odd = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     flat = FullyShardedDataParallel(odd, device_id=torch.device("cpu"))
@@ -398,3 +371,70 @@ def told(call: Callable[[], object]) -> str:
     except IncompatibleUpdate as error:
         return str(error)
     return "nothing"
+
+
+# ---- data parallelism, weights without elements, syncs by a strategy -----------------------------
+
+
+def layers() -> torch.nn.Module:
+    """A model of one layer under a name, and a buffer."""
+    model = torch.nn.ModuleDict({"up": torch.nn.Linear(3, 2), "norm": torch.nn.BatchNorm1d(2)})
+    filled(model)
+    return model
+
+
+def data_parallel() -> Any:
+    """What an extractor makes of such a model inside of torch's wrapper."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    wrapped = DistributedDataParallel(layers())
+    return local_report(StateDictExtractor(wrapped, rank=rank, world_size=size))
+
+
+def narrow() -> torch.nn.Module:
+    """A layer with no inputs, one with no outputs, and one weight that is there."""
+    model = torch.nn.Module()
+    for name, shape in {"up": (3, 0), "down": (0, 3), "gain": (3,)}.items():
+        model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+    return filled(model)
+
+
+def without_elements() -> Any:
+    """What a rank has of it, and gathers."""
+    model = narrow()
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    return full_report(FSDPWeightExtractor(model))
+
+
+class _Nobody:
+    """Engines that take everything: what is asked here is what becomes of the trainer's ranks."""
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        pass
+
+
+def syncs(versions: list[int]) -> list[str]:
+    """What becomes on this rank of a sync of each version, in one process group."""
+    return asyncio.run(_syncs(versions))
+
+
+async def _syncs(versions: list[int]) -> list[str]:
+    rank = torch.distributed.get_rank()
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+    filled(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    extractor = FSDPWeightExtractor(model, chunk_nbytes=60)
+    options = {"suspicious": "off"}
+    config = WeightTransferConfig(is_colocated=True, timeout_s=20.0, trainer_options=options)
+    strategy = make_transfer_strategy(config)
+    info = await strategy.create_init_info()
+    told = []
+    with await strategy.create_sender(info, rank=rank, exchange=ProcessGroupExchange()) as sender:
+        for version in versions:
+            chunks = extractor.extract_weights()
+            try:
+                await sender.send_chunks(chunks, _Nobody(), weight_version=version)
+            except WeightBridgeError as error:
+                told.append(f"{type(error).__name__}: {error}")
+            else:
+                told.append("")
+    return told

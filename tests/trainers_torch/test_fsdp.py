@@ -2,9 +2,8 @@
 
 import pytest
 
-from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from tests.trainers_torch import fsdp_cases, other_cases
-from tests.trainers_torch.worlds import World, assembled, placements_of, reference
+from tests.trainers_torch import fsdp_cases
+from tests.trainers_torch.worlds import World, assembled, reference
 
 ON_TWO = [
     "fsdp2",
@@ -36,37 +35,32 @@ WHOLE = reference(fsdp_cases.plain())
 
 
 @pytest.mark.parametrize(("world", "build"), EVERY, indirect=["world"])
-def test_the_parts_of_all_ranks_are_the_model(world: World, build: str) -> None:
-    reports = world.run("local", build=build)
+def test_the_parts_of_all_ranks_are_the_model_and_only_a_gather_asks_others(
+    world: World, build: str
+) -> None:
+    reports = world.run("report", build=build)
     assert assembled(reports) == WHOLE
-    wholes = prove_coverage(held_pieces([placements_of(report) for report in reports]))
-    assert set(wholes) == set(WHOLE)
     for name, (*_, owners, _, _) in reports[0]["metadata"].items():
-        assert owners == [r for r, report in enumerate(reports) if name in report["placements"]]
-
-
-@pytest.mark.parametrize(("world", "build"), EVERY, indirect=["world"])
-def test_every_rank_gathers_the_model(world: World, build: str) -> None:
-    assert world.run("full", build=build) == [WHOLE] * world.size
-
-
-@pytest.mark.parametrize(("world", "build"), EVERY, indirect=["world"])
-def test_only_a_gather_asks_other_ranks(world: World, build: str) -> None:
-    for counts in world.run("collectives", build=build):
-        assert (counts["metadata"], counts["placements"], counts["local"]) == (0, 0, 0)
-        assert build == "fsdp1_copies" or counts["full"] > 0  # the counter sees them
+        assert owners == [r for r, report in enumerate(reports) if name in report["tensors"]]
+    for report in reports:
+        assert report["full"] == WHOLE
+        assert "blocks.0.scratch" not in report["tensors"], "a buffer that is not saved"
+        for_parts, for_wholes = report["asked"]
+        assert for_parts == 0
+        assert build == "fsdp1_copies" or for_wholes > 0  # the counter sees them
 
 
 @pytest.mark.parametrize("build", ["fsdp2", "fsdp2_columns", "fsdp1_original"])
 def test_tensors_travel_in_the_dtype_that_is_asked_for(two: World, build: str) -> None:
     cast = reference(fsdp_cases.plain(), "bfloat16")
-    assert assembled(two.run("local", build=build, dtype="bfloat16")) == cast
-    assert two.run("full", build=build, dtype="bfloat16") == [cast, cast]
+    reports = two.run("report", build=build, dtype="bfloat16")
+    assert assembled(reports) == cast
+    assert [report["full"] for report in reports] == [cast, cast]
 
 
 @pytest.mark.parametrize("build", ["fsdp2", "fsdp1_original"])
 def test_metadata_tell_shapes_owners_and_what_trains(two: World, build: str) -> None:
-    told = two.run("local", build=build, dtype="bfloat16")[1]
+    told = two.run("report", build=build, dtype="bfloat16")[1]
     metadata = told["metadata"]
     assert set(metadata) == set(WHOLE)
     shape, dtype, _, is_trainable, tied_to = metadata["blocks.0.up.weight"]
@@ -77,14 +71,6 @@ def test_metadata_tell_shapes_owners_and_what_trains(two: World, build: str) -> 
     assert len(metadata["gain"][2]) == 1, "one element has one owner"
     assert "blocks.0.up.weight" in told["trainable"]
     assert "blocks.0.down.weight" not in told["trainable"]
-
-
-def test_padding_and_buffers_that_are_not_saved_stay_at_home(two: World) -> None:
-    for build in ("fsdp1_original", "fsdp1_flat", "fsdp2"):
-        for report in two.run("local", build=build):
-            names = set(report["tensors"])
-            assert names <= set(WHOLE)
-            assert "blocks.0.scratch" not in names
 
 
 def test_parameters_that_a_forward_pass_left_whole_are_cut_again(two: World) -> None:
@@ -153,7 +139,6 @@ def test_gloo_gets_contiguous_memory_only(two: World) -> None:
 
 def test_the_gather_of_fsdp1_never_asks_torch_to_offload_to_the_cpu(two: World) -> None:
     """Which kills the process where the parameters are there already."""
-    assert two.run("full", build="fsdp1_original")[0] == WHOLE
     assert not any(two.run("uses_state_dicts", build="fsdp1_original"))
 
 
@@ -161,16 +146,14 @@ def test_of_a_model_under_data_parallelism_each_rank_has_a_copy_by_its_own_names
     two: World,
 ) -> None:
     reports = two.run("data_parallel")
-    assert assembled(reports) == reference(other_cases.layers())
-    prove_coverage(held_pieces([placements_of(report) for report in reports]))
+    assert assembled(reports) == reference(fsdp_cases.layers())
 
 
 def test_weights_without_elements_are_told_and_gathered(two: World) -> None:
     reports = two.run("without_elements")
-    whole = reference(other_cases.narrow())
+    whole = reference(fsdp_cases.narrow())
     assert assembled(reports) == whole
     assert [report["full"] for report in reports] == [whole, whole]
-    prove_coverage(held_pieces([placements_of(report) for report in reports]))
 
 
 def test_a_sync_that_its_sender_refuses_costs_the_others_no_gather(two: World) -> None:

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank holds, as torch itself would cut."""
+"""Which part of a whole tensor a rank holds, as torch itself or Megatron would cut it."""
 
 import itertools
 import math
@@ -8,20 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.trainers.gather import box_piece, flat_piece
-from rl_bridge.trainers.meshes import Cut, cut_evenly, replica_of, shard_box
+from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.trainers.gather import flat_piece
+from rl_bridge.trainers.megatron import Axis, Grid, shard_of
+from rl_bridge.trainers.meshes import Cut, replica_of, shard_box
 
 PARTS = st.integers(1, 5)
-
-
-@given(st.integers(0, 20), PARTS)
-def test_a_dimension_is_cut_as_torch_cuts_it(size: int, parts: int) -> None:
-    chunks = list(torch.arange(size).chunk(parts))
-    chunks += [torch.arange(0)] * (parts - len(chunks))
-    found = [cut_evenly(size, parts, index) for index in range(parts)]
-    assert [list(range(begin, begin + length)) for begin, length in found] == [
-        chunk.tolist() for chunk in chunks
-    ]
 
 
 @given(
@@ -69,6 +61,52 @@ def test_a_range_is_cut_to_its_tensor(
     assert found == expected
 
 
-def test_a_box_fills_the_rank_s_own_tensor_unless_it_says_where_it_lies() -> None:
-    assert box_piece("w", (4, 4), (2, 0), (2, 4)).local_offset == (0, 0)
-    assert box_piece("w", (4, 4), (2, 0), (2, 4), local_offset=(3, 0)).local_offset == (3, 0)
+# ---- Megatron's marks ----------------------------------------------------------------------------
+
+
+def grid(tensor: int = 1, expert: int = 1) -> Grid:
+    """The first rank's place, with so many ranks along two of the axes."""
+
+    def axis(size: int = 1) -> Axis:
+        return Axis(number=0, ranks=tuple(range(size)), group=None)
+
+    return Grid(
+        tensor=axis(tensor),
+        data=axis(),
+        expert=axis(expert),
+        expert_tensor=axis(),
+        expert_data=axis(),
+    )
+
+
+def parameter(*shape: int, **marks: object) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(torch.zeros(shape))
+    for name, value in marks.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_a_cut_without_a_dimension_is_refused() -> None:
+    """As in layers of state space models: taken for a copy, each rank would publish its part."""
+    name = "decoder.layers.0.mixer.A_log"
+    half = parameter(4, tensor_model_parallel=True)
+    with pytest.raises(WeightBridgeUnavailableError, match=f"{name}' as cut over 2 ranks"):
+        shard_of(name, half, grid(tensor=2))
+    assert shard_of(name, half, grid()).shape == (4,)
+
+
+def test_the_offsets_of_attention_are_cut_by_heads() -> None:
+    name = "decoder.layers.0.self_attention.core_attention.softmax_offset"
+    shard = shard_of(name, parameter(4), grid(tensor=2))
+    assert (shard.shape, shard.is_cut) == ((8,), True)
+    assert [piece.offset for pieces in shard.parts for piece in pieces] == [(0,), (4,)]
+    assert shard_of(name, parameter(8), grid()).shape == (8,)
+
+
+@pytest.mark.parametrize("ranks", [{"tensor": 2}, {"expert": 2}])
+def test_experts_that_ranks_hold_in_one_matrix_are_refused(ranks: dict[str, int]) -> None:
+    name = "decoder.layers.0.mlp.experts.weight1"
+    marks = {"tensor_model_parallel": True, "partition_dim": 1}
+    with pytest.raises(WeightBridgeUnavailableError, match="all experts of a rank"):
+        shard_of(name, parameter(4, 6, **marks), grid(**ranks))
+    assert shard_of(name, parameter(4, 6, **marks), grid()).shape == (4, 6)

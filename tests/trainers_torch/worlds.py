@@ -12,21 +12,14 @@ from typing import Any, Self
 import torch
 
 from rl_bridge.errors import WeightBridgeError
+from rl_bridge.groups.publish import placements_from, placements_text
+from rl_bridge.manifest.coverage import held_pieces, prove_coverage
+from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.testing.processes import Child
 from rl_bridge.trainers.base import WeightExtractor
 from rl_bridge.trainers.chunks import WeightChunk
-
-__all__ = [
-    "Rank",
-    "World",
-    "as_lists",
-    "assembled",
-    "described",
-    "filled",
-    "placements_of",
-    "reference",
-]
+from tests.trainers_torch.counting import Collectives
 
 
 class Rank:
@@ -172,7 +165,7 @@ def local_report(extractor: WeightExtractor, dtype: str | None = None) -> dict[s
     assert all(tensor.is_contiguous() for chunk in chunks for tensor in chunk.tensors)
     return {
         "tensors": described(chunks),
-        "placements": {name: _to_json(one) for name, one in placements.items()},
+        "placements": placements_text(placements),
         "metadata": {
             name: [list(one.shape), one.dtype, list(one.owners), one.is_trainable, one.tied_to]
             for name, one in extractor.metadata(wanted).items()
@@ -181,44 +174,34 @@ def local_report(extractor: WeightExtractor, dtype: str | None = None) -> dict[s
     }
 
 
-def _to_json(placement: Placement) -> dict[str, Any]:
-    return {
-        "dtype": placement.dtype,
-        "shape": list(placement.shape),
-        "pieces": [
-            {key: getattr(piece, key) for key in Piece.__slots__} for piece in placement.pieces
-        ],
-    }
+def full_report(extractor: WeightExtractor, dtype: str | None = None) -> dict[str, Any]:
+    """The same, what a rank gathers, and how often each of the two asked other ranks."""
+    with Collectives() as for_parts:
+        report = local_report(extractor, dtype)
+    with Collectives() as for_wholes:
+        chunks = list(extractor.full(None if dtype is None else getattr(torch, dtype)))
+    report["full"] = described(chunks)
+    report["sizes"] = [chunk.total_size_bytes for chunk in chunks]
+    report["asked"] = [len(for_parts.names), len(for_wholes.names)]
+    return report
 
 
 def placements_of(report: dict[str, Any]) -> dict[str, Placement]:
     """What a rank's report says of its placements."""
-    return {
-        name: Placement(
-            dtype=one["dtype"],
-            shape=tuple(one["shape"]),
-            pieces=tuple(_to_piece(piece) for piece in one["pieces"]),
-        )
-        for name, one in report["placements"].items()
-    }
-
-
-def _to_piece(given: dict[str, Any]) -> Piece:
-    fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
-    }
-    return Piece(**fields)
+    text = report["placements"]
+    return placements_from(text, 0, text_digest(text))
 
 
 def assembled(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Whole tensors, put together from what all ranks hold; each element exactly once.
 
-    Copies must equal what they are copies of.
+    Copies must equal what they are copies of; and what is said of the parts must cover the whole.
     """
     found: dict[str, tuple[str, torch.Tensor]] = {}
     copies = []
-    for report in reports:
-        for name, placement in placements_of(report).items():
+    placed = [placements_of(report) for report in reports]
+    for report, placements in zip(reports, placed, strict=True):
+        for name, placement in placements.items():
             dtype, shape, values = report["tensors"][name]
             assert (dtype, tuple(shape)) == (f"torch.{placement.dtype}", placement.shape)
             local = torch.tensor(values, dtype=torch.float64).view(placement.shape)
@@ -235,6 +218,7 @@ def assembled(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         assert torch.equal(part, place), name
     for name, (_, whole) in found.items():
         assert not whole.isnan().any(), f"{name} has a gap"
+    assert set(prove_coverage(held_pieces(placed))) == set(found)
     return {name: [dtype, list(t.shape), as_lists(t)] for name, (dtype, t) in found.items()}
 
 
