@@ -5,9 +5,12 @@ driver calls. `register_direct_transport` makes ``@ray.method(tensor_transport="
 sealed, verified tensors. Importing this module does not import Ray.
 """
 
-from rl_bridge.ray.actors import RolloutActor, WeightPublisherActor
+from rl_bridge.ray.actors import (
+    RolloutActor,
+    WeightPublisherActor,
+    register_direct_transport,
+)
 from rl_bridge.ray.calls import Announcement, RolloutAnswer
-from rl_bridge.ray.direct import register_direct_transport
 from rl_bridge.ray.fleet import FleetUpdate, RolloutFleet
 from rl_bridge.ray.pairing import EndpointFacts, PairChoice, choose_transport, look_around
 from rl_bridge.ray.publisher_endpoint import EndpointOptions, PublisherEndpoint

@@ -10,20 +10,14 @@ from typing import Any
 
 import torch
 
-from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import SessionRefused
 from rl_bridge.groups.wanted import Wanted, WantedLayout
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.parallel import Placement
-from rl_bridge.ray.calls import here
+from rl_bridge.ray.calls import here, require
 from rl_bridge.ray.group_store import FleetMembership, RayExchange
-from rl_bridge.ray.publisher_endpoint import (
-    EndpointOptions,
-    GroupChannel,
-    MakeChannel,
-    PublisherEndpoint,
-)
+from rl_bridge.ray.publisher_endpoint import EndpointOptions, GroupRank, PublisherEndpoint
 from rl_bridge.ray.rollout_endpoint import RolloutEndpoint
 from rl_bridge.trainers.state_dict import Source
 
@@ -101,22 +95,20 @@ class WeightPublisherActor:
         taken, before = FleetMembership.from_json(membership), self.__membership
         if before is not None and not taken.take_over:
             _require_fleet(before, taken.fleet)
-        make_channel: MakeChannel | None = None
+        group = None
         if taken.world_size:
-
-            def make_channel(name: str, bridge: TensorBridge) -> GroupChannel:
-                exchange = RayExchange(store, taken, name=name)
-                return GroupChannel(
-                    bridge, exchange, self.weight_placements, timeout_s=taken.timeout_s
-                )
-
+            group = GroupRank(
+                exchange=lambda channel: RayExchange(store, taken, name=channel),
+                placements=self.weight_placements,
+                timeout_s=taken.timeout_s,
+            )
         place = (before.rank, before.world_size) if before is not None else (0, 0)
         endpoint = self.__publisher_endpoint
         if endpoint is not None and place == (taken.rank, taken.world_size) and not taken.anew:
-            endpoint.rejoin(make_channel)
+            endpoint.rejoin(group)
         else:
             self.close_weights()  # first, since the next endpoint may need its ports
-            endpoint = self.__publisher_endpoint = self._make_endpoint(taken.rank, make_channel)
+            endpoint = self.__publisher_endpoint = self._make_endpoint(taken.rank, group)
         self.__membership = taken
         return endpoint.announcement()
 
@@ -179,7 +171,7 @@ class WeightPublisherActor:
                 self.__publisher_endpoint = self._make_endpoint(0, None)
             return self.__publisher_endpoint
 
-    def _make_endpoint(self, rank: int, make_channel: MakeChannel | None) -> PublisherEndpoint:
+    def _make_endpoint(self, rank: int, group: GroupRank | None) -> PublisherEndpoint:
         node, address = here()
         options = EndpointOptions(
             worker=type(self).__name__,
@@ -190,7 +182,7 @@ class WeightPublisherActor:
             state_dir=self.weight_state_dir,
             transports=self.weight_options,
         )
-        return PublisherEndpoint(self.weights_to_publish, options, make_channel=make_channel)
+        return PublisherEndpoint(self.weights_to_publish, options, group=group)
 
 
 class RolloutActor:
@@ -283,3 +275,23 @@ class RolloutActor:
                     wanted=self.weight_layout,
                 )
             return self.__rollout_endpoint
+
+
+def register_direct_transport() -> None:
+    """Make the tensor transports ``rl_bridge`` and ``rl_bridge_nixl`` known to Ray. Idempotent.
+
+    Call it in the process that creates the actors, before it creates them: Ray tells each actor.
+    What such a method returns is sealed when it returns, and verified to the byte where it arrives.
+    ``rl_bridge`` is carried by shared memory, for actors of one machine: elsewhere the receiver
+    says why not. ``rl_bridge_nixl`` is carried by nixl, also between nodes.
+
+    Raises:
+        WeightBridgeUnavailableError: Ray is not installed, or has no Direct Transport.
+
+    """
+    known = require("ray.experimental.rdt.util").transport_manager_info
+    experimental = require("ray.experimental")
+    direct = require("rl_bridge.ray.direct")  # by its name: each actor imports the classes so
+    for manager in (direct.DirectTransport, direct.DirectTransportAcross):
+        if manager.name.upper() not in known:
+            experimental.register_tensor_transport(manager.name, ["cpu"], manager, torch.Tensor)

@@ -1,7 +1,7 @@
 """The transport that a publisher and a consumer use: chosen by what the two really share.
 
 Each endpoint finds out where it runs and what works there (`look_around`), and sends that as JSON.
-The consumer's endpoint also tries to open a page of the publisher's sealed memory (`ProbeSegment`).
+The consumer's endpoint also tries to open a page of the publisher's sealed memory (`make_probe`).
 `choose_transport` is a pure function of these facts: shared memory if memory is shared, else NIXL
 if both have it, else broadcast.
 """
@@ -160,29 +160,9 @@ class PairChoice(Said):
         return f"{self.transport}: {self.reason}{others}"
 
 
-class ProbeSegment:
+def make_probe() -> OwnedSegment:
     """A page of sealed memory: a consumer that can open it can open the publisher's weights."""
-
-    def __init__(self) -> None:
-        """Make it; it stays for as long as this object."""
-        self._segment = OwnedSegment.make("rl_bridge-probe", vm.PAGE)
-
-    @property
-    def ref(self) -> SegmentRef:
-        """Where it is."""
-        return self._segment.ref
-
-    def close(self) -> None:
-        """Release it. Idempotent."""
-        self._segment.close()
-
-
-def open_probe(ref: SegmentRef) -> int | None:
-    """Open a probe the way a consumer opens weights; its inode, or None if that fails."""
-    with suppress(SegmentError):
-        close_fd(open_segment(ref))
-        return ref.inode
-    return None
+    return OwnedSegment.make("rl_bridge-probe", vm.PAGE)
 
 
 def look_around(
@@ -190,7 +170,7 @@ def look_around(
     node: str = "",
     address: str = "",
     directories: Sequence[str | os.PathLike[str]] = (),
-    probe: ProbeSegment | None = None,
+    probe: SegmentRef | None = None,
     publisher: EndpointFacts | None = None,
 ) -> EndpointFacts:
     """Find out where this process runs and what works here.
@@ -200,7 +180,7 @@ def look_around(
         address: where other machines reach this one, in numbers.
         directories: directories that this endpoint may share; the paths may differ from those of
             other endpoints.
-        probe: at a publisher, the page that it offers.
+        probe: at a publisher, where the page is that it offers (`make_probe`).
         publisher: at a consumer, the publisher's facts: their probe is opened.
 
     Raises:
@@ -214,7 +194,11 @@ def look_around(
         raise WeightBridgeUnavailableError(
             f"this process cannot see where it runs: {error}. Run it where /proc is mounted."
         ) from error
-    theirs = None if publisher is None else publisher.probe
+    opened = None
+    if publisher is not None and publisher.probe is not None:
+        with suppress(SegmentError):  # in the way in which a consumer opens weights
+            close_fd(open_segment(publisher.probe))
+            opened = publisher.probe.inode
     return EndpointFacts(
         boot_id=boot_id,
         pid_namespace=pid_namespace,
@@ -224,8 +208,8 @@ def look_around(
         address=address,
         transports=dict(_transports()),
         directories=tuple(SharedDirectory.at(path) for path in directories),
-        probe=None if probe is None else probe.ref,
-        opened=None if theirs is None else open_probe(theirs),
+        probe=probe,
+        opened=opened,
     )
 
 

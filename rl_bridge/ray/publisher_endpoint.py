@@ -1,16 +1,15 @@
 """The trainer's endpoint: one version, published on every channel that some rollout needs.
 
-A channel is a bridge of one transport (and directory), and the way of publishing through it: alone
-(`SingleChannel`), or as a rank of a group (`GroupChannel`). The endpoint knows nothing of Ray: it
-takes and gives bytes and plain values.
+A channel is a bridge of one transport (and directory). The endpoint publishes through it alone, or
+as a rank of a group (`GroupRank`). It knows nothing of Ray: it takes and gives bytes and plain
+values.
 """
 
 import json
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -31,13 +30,10 @@ from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import Placement
 from rl_bridge.ray.calls import Announcement
-from rl_bridge.ray.pairing import PairChoice, ProbeSegment, look_around
+from rl_bridge.ray.pairing import PairChoice, look_around, make_probe
 from rl_bridge.trainers.state_dict import Source
 
 Manifest = WeightUpdateManifest | GroupManifest
-
-MakeChannel = Callable[[str, TensorBridge], "Channel"]
-"""Makes of a bridge the channel of that name."""
 
 _LOG = logging.getLogger(__name__)
 _HOME = "shared-memory"
@@ -47,121 +43,47 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class Channel(ABC):
-    """A bridge, and how versions are published through it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRank:
+    """How an endpoint publishes as one rank of a group.
 
     Attributes:
-        bridge: as given.
+        exchange: from a channel's name to the way to the other ranks.
+        placements: tells where this rank's tensors lie in the whole ones.
+        timeout_s: longest wait for the other ranks, in one step.
+
+    """
+
+    exchange: Callable[[str], GroupExchange]
+    placements: Callable[[], Mapping[str, Placement]]
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class _Channel:
+    """A bridge, and what was published through it.
+
+    Attributes:
+        bridge: closed with the channel.
+        group: publishes through the bridge as a rank of a group; None: the bridge does, alone.
         current: the version that was published last; None before the first.
         before: the version before that one, until the next publication.
         is_used: whether a rollout uses the channel.
 
     """
 
-    def __init__(self, bridge: TensorBridge) -> None:
-        """Publish through `bridge`, which the endpoint closes with the channel."""
-        self.bridge = bridge
-        self.current: Manifest | None = None
-        self.before: Manifest | None = None
-        self.is_used = False
+    bridge: TensorBridge
+    group: GroupPublisher | None
+    current: Manifest | None = None
+    before: Manifest | None = None
+    is_used: bool = False
 
-    @abstractmethod
-    def publish(
-        self, source: Source, *, weight_version: int, metadata: Mapping[str, JSONValue] | None
-    ) -> Manifest:
-        """Publish a version.
-
-        Raises:
-            WeightBridgeError: it cannot be published; nothing of it is.
-
-        """
-
-    @abstractmethod
     def release(self, manifest: Manifest) -> None:
         """Release a version. Idempotent."""
-
-    @abstractmethod
-    def sealed(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """The tensors that this process published with a version, in its own sealed memory."""
-
-
-class SingleChannel(Channel):
-    """Versions that this process publishes alone."""
-
-    def publish(
-        self, source: Source, *, weight_version: int, metadata: Mapping[str, JSONValue] | None
-    ) -> Manifest:
-        """Publish a version."""
-        return self.bridge.publish(source, weight_version=weight_version, metadata=metadata)
-
-    def release(self, manifest: Manifest) -> None:
-        """Release a version."""
-        self.bridge.release(manifest.update_id)
-
-    @contextmanager
-    def sealed(self, manifest: Manifest) -> Iterator[Mapping[str, torch.Tensor]]:
-        """What was published, verified."""
-        assert isinstance(manifest, WeightUpdateManifest)
-        try:
-            yield self.bridge.import_update(manifest)
-        finally:
-            self.bridge.release_imported(manifest.update_id)
-
-
-class GroupChannel(Channel):
-    """Versions that this process publishes as one rank of many."""
-
-    def __init__(
-        self,
-        bridge: TensorBridge,
-        exchange: GroupExchange,
-        placements: Callable[[], Mapping[str, Placement]],
-        *,
-        timeout_s: float,
-    ) -> None:
-        """Be a rank.
-
-        Args:
-            bridge: as for `Channel`.
-            exchange: how the ranks talk.
-            placements: tells where this rank's tensors lie in the whole ones.
-            timeout_s: longest wait for the other ranks, in one step.
-
-        """
-        super().__init__(bridge)
-        self._rank = exchange.rank
-        self._placements = placements
-        self._publisher = GroupPublisher(bridge, exchange, timeout_s=timeout_s)
-
-    def publish(
-        self, source: Source, *, weight_version: int, metadata: Mapping[str, JSONValue] | None
-    ) -> Manifest:
-        """Publish this rank's part, when all others publish theirs."""
-        return self._publisher.publish(
-            source, self._placements(), weight_version=weight_version, metadata=metadata
-        )
-
-    def release(self, manifest: Manifest) -> None:
-        """Release this rank's part."""
-        assert isinstance(manifest, GroupManifest)
-        self._publisher.release(manifest)
-
-    @contextmanager
-    def sealed(self, manifest: Manifest) -> Iterator[Mapping[str, torch.Tensor]]:
-        """This rank's part, unverified: a caller that publishes it again compares the roots."""
-        assert isinstance(manifest, GroupManifest)
-        # Not imported, since a part is sealed with the header of its group instead of its own.
-        end = self.bridge.consumer.end
-        attachment = end.look(manifest.parts[self._rank])
-        try:
-            yield {name: one for name, one in attachment.tensors.items() if name != LEAVES}
-        finally:
-            attachment.tensors.forget()
-            end.settle()
-
-
-def _alone(_name: str, bridge: TensorBridge) -> Channel:
-    return SingleChannel(bridge)
+        if self.group is None or not isinstance(manifest, GroupManifest):
+            self.bridge.release(manifest.update_id)
+        else:
+            self.group.release(manifest)
 
 
 def _in_turn(
@@ -230,14 +152,14 @@ class PublisherEndpoint:
         source: Callable[[], Source],
         options: EndpointOptions = EndpointOptions(),
         *,
-        make_channel: MakeChannel | None = None,
+        group: GroupRank | None = None,
     ) -> None:
         """Open the first channel; nothing is published yet.
 
         Args:
             source: gives what to publish: a module, a state dict, or chunks.
             options: its name, its place, and what it keeps.
-            make_channel: how versions are published through a bridge; None: by this endpoint alone.
+            group: how this endpoint publishes as a rank of a group; None: it publishes alone.
 
         Raises:
             WeightBridgeUnavailableError: another live trainer holds `state_dir`.
@@ -247,12 +169,12 @@ class PublisherEndpoint:
         self._source = source
         self._options = options
         self._metadata: Mapping[str, JSONValue] = {}
-        self._make_channel = make_channel or _alone
-        self._channels: dict[str, Channel] = {}
-        self._probe = ProbeSegment()
+        self._group = group
+        self._channels: dict[str, _Channel] = {}
+        self._probe = make_probe()
         self.lock = threading.RLock()
         folder = None if options.state_dir is None else Path(options.state_dir)
-        if folder is not None and make_channel is not None:
+        if folder is not None and group is not None:
             folder /= f"rank-{options.rank}"  # all ranks name one directory
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -270,7 +192,7 @@ class PublisherEndpoint:
             node=self._options.node,
             address=self._options.address,
             directories=self._options.directories,
-            probe=self._probe,
+            probe=self._probe.ref,
         ).to_json()
 
     @_in_turn
@@ -307,12 +229,11 @@ class PublisherEndpoint:
         self._drop_spare()
 
     @_in_turn
-    def rejoin(self, make_channel: MakeChannel | None) -> None:
-        """Keep the bridges and versions, and publish with another exchange from here on."""
-        self._make_channel = make_channel or _alone
-        for name, old in self._channels.items():
-            new = self._channels[name] = self._make_channel(name, old.bridge)
-            new.current, new.before, new.is_used = old.current, old.before, old.is_used
+    def rejoin(self, group: GroupRank | None) -> None:
+        """Keep the bridges and versions, and publish with other exchanges from here on."""
+        self._group = group
+        for name, channel in self._channels.items():
+            channel.group = self._publisher(name, channel.bridge)
 
     @_in_turn
     def publish(
@@ -345,9 +266,7 @@ class PublisherEndpoint:
         made: dict[str, Manifest] = {}
         try:
             for name, one in sorted(self._channels.items()):  # in the same order on all ranks
-                made[name] = one.publish(
-                    self._source(), weight_version=weight_version, metadata=metadata
-                )
+                made[name] = self._publish(one, self._source(), weight_version, metadata)
             _require_one_root(made)
             self._journal.reserve(weight_version)
         except BaseException:
@@ -388,7 +307,7 @@ class PublisherEndpoint:
             for channel in self._channels.values():
                 ends.callback(channel.bridge.close)
 
-    def _open(self, chosen: PairChoice) -> Channel:
+    def _open(self, chosen: PairChoice) -> _Channel:
         bridge = make_weight_bridge(
             chosen.transport,
             source_worker=self._options.worker,
@@ -398,9 +317,29 @@ class PublisherEndpoint:
                 **chosen.publisher_options,
             },
         )
-        channel = self._channels[chosen.channel] = self._make_channel(chosen.channel, bridge)
+        channel = _Channel(bridge, self._publisher(chosen.channel, bridge))
+        self._channels[chosen.channel] = channel
         _LOG.info("%s opens %s", self._options.worker, chosen)
         return channel
+
+    def _publisher(self, channel: str, bridge: TensorBridge) -> GroupPublisher | None:
+        group = self._group
+        if group is None:
+            return None
+        return GroupPublisher(bridge, group.exchange(channel), timeout_s=group.timeout_s)
+
+    def _publish(
+        self,
+        channel: _Channel,
+        source: Source,
+        version: int,
+        metadata: Mapping[str, JSONValue] | None,
+    ) -> Manifest:
+        """Publish alone, or this rank's part when all others publish theirs."""
+        if channel.group is None or self._group is None:
+            return channel.bridge.publish(source, weight_version=version, metadata=metadata)
+        placements = self._group.placements()
+        return channel.group.publish(source, placements, weight_version=version, metadata=metadata)
 
     @property
     def _current(self) -> Manifest | None:
@@ -418,7 +357,7 @@ class PublisherEndpoint:
                 _LOG.info("%s shuts %s", self._options.worker, name)
 
     @property
-    def _seals(self) -> list[Channel]:
+    def _seals(self) -> list[_Channel]:
         """The channels that seal in memory, and have the current version if there is one."""
         found = [self._channels[name] for name in _SEALS if name in self._channels]
         return [one for one in found if (one.current is None) == (self._current is None)]
@@ -426,19 +365,40 @@ class PublisherEndpoint:
     def _shut(self, name: str) -> None:
         self._channels.pop(name).bridge.close()
 
-    def _carry_over(self, channel: Channel) -> None:
+    def _carry_over(self, channel: _Channel) -> None:
         """Publish the current version, if there is one, on a new channel: as it is sealed."""
         if self._current is None:
             return
         seal = self._seals[0]
         sealed = seal.current
         assert sealed is not None
-        with seal.sealed(sealed) as weights:
-            made = channel.publish(
-                weights, weight_version=sealed.weight_version, metadata=self._metadata
-            )
+        with self._opened(seal.bridge, sealed) as weights:
+            made = self._publish(channel, weights, sealed.weight_version, self._metadata)
         _require_one_root({"the sealed one": sealed, "the new one": made})
         channel.current = made
+
+    @contextmanager
+    def _opened(
+        self, bridge: TensorBridge, manifest: Manifest
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        """The tensors that this process published with a version, in its own sealed memory.
+
+        A rank's part is unverified: whoever publishes it again compares the roots.
+        """
+        if isinstance(manifest, WeightUpdateManifest):
+            try:
+                yield bridge.import_update(manifest)
+            finally:
+                bridge.release_imported(manifest.update_id)
+            return
+        # Not imported, since a part is sealed with the header of its group instead of its own.
+        end = bridge.consumer.end
+        attachment = end.look(manifest.parts[self._options.rank])
+        try:
+            yield {name: one for name, one in attachment.tensors.items() if name != LEAVES}
+        finally:
+            attachment.tensors.forget()
+            end.settle()
 
 
 def _require_one_root(made: Mapping[str, Manifest]) -> None:

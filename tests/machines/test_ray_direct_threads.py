@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("ray", reason="Ray is not installed: make test-machines")
 
-from rl_bridge.ray.direct_manager import DirectTransport
+from rl_bridge.ray.direct import DirectTransport
 
 NUM = 48
 

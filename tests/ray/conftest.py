@@ -1,14 +1,24 @@
-"""A fleet for each test."""
+"""A cluster for each test, and a fleet in it."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.ray.actors import Cluster, Run
+from tests.ray.rig import Cluster, GroupRun, Run
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    made = Run(Cluster(monkeypatch))
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    made = Cluster(monkeypatch)
     yield made
     made.close()
+
+
+@pytest.fixture
+def run(cluster: Cluster) -> Run:
+    return Run(cluster)
+
+
+@pytest.fixture
+def group(cluster: Cluster) -> GroupRun:
+    return GroupRun(cluster)

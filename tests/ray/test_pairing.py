@@ -1,19 +1,21 @@
 """A pair's transport follows from what both endpoints found, and the choice says why."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rl_bridge import WeightBridgeUnavailableError
 from rl_bridge.errors import MalformedManifest
+from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.ray.pairing import (
     EndpointFacts,
     PairChoice,
-    ProbeSegment,
     SharedDirectory,
     choose_transport,
     look_around,
+    make_probe,
 )
 from rl_bridge.testing.processes import Child
 
@@ -39,39 +41,33 @@ class Finder:
         return look_around(publisher=EndpointFacts.from_json(publisher)).to_json().decode()
 
 
-def test_one_machine_shares_memory() -> None:
-    choice = choose_transport(endpoint(), endpoint(pid=8))
-    assert (choice.transport, dict(choice.not_taken)) == ("shared-memory", {})
-    assert "reachable through /proc" in str(choice)
+LACKING = ALL | {"nixl": "nixl is not installed"}
+HERE = SharedDirectory(path="/dev/shm/w", device=5, inode=6)
+CHOSEN: dict[str, tuple[dict[str, object], dict[str, object], str, str]] = {
+    "one machine": ({}, {"pid": 8}, "shared-memory", "reachable through /proc"),
+    "two machines": ({}, {"boot_id": "two"}, "nixl", "memory: they run on different machines"),
+    "no nixl here": ({"transports": LACKING}, {"boot_id": "2"}, "broadcast", "is not installed"),
+    "no nixl there": ({}, {"boot_id": "2", "transports": LACKING}, "broadcast", "not installed"),
+    "unknown there": ({}, {"boot_id": "2", "transports": {"broadcast": ""}}, "broadcast", "not kn"),
+    "a container": ({}, {"pid_namespace": 2}, "nixl", "PID namespaces"),
+    "another user": ({}, {"user_id": 1001}, "nixl", "user 1001 may not open"),
+    "directories of one name": (
+        {"directories": (HERE,)},
+        {"boot_id": "two", "directories": (HERE,)},
+        "nixl",
+        "different machines",
+    ),
+}
 
 
-def test_another_machine_reads_by_nixl_at_the_publishers_address() -> None:
-    choice = choose_transport(endpoint(), endpoint(boot_id="two"))
-    assert choice.transport == "nixl"
-    assert choice.publisher_options == {"address": "10.0.0.1"}
-    assert choice.not_taken == {"shared-memory": "they run on different machines"}
-
-
-def test_without_nixl_on_either_endpoint_it_is_broadcast() -> None:
-    lacking = ALL | {"nixl": "nixl is not installed"}
-    for publisher, consumer in ((lacking, ALL), (ALL, lacking)):
-        choice = choose_transport(
-            endpoint(transports=publisher), endpoint(boot_id="2", transports=consumer)
-        )
-        assert choice.transport == "broadcast"
-        assert "nixl is not installed" in choice.not_taken["nixl"]
-
-
-@pytest.mark.parametrize(
-    ("consumer", "why"),
-    [({"pid_namespace": 2}, "PID namespaces"), ({"user_id": 1001}, "user 1001 may not open")],
-)
-def test_a_container_or_a_user_apart_shares_no_memory(
-    consumer: dict[str, object], why: str
-) -> None:
-    choice = choose_transport(endpoint(), endpoint(**consumer))
-    assert choice.transport == "nixl"
-    assert why in choice.not_taken["shared-memory"]
+@pytest.mark.parametrize("case", CHOSEN)
+def test_the_transport_follows_from_what_the_two_share_and_the_choice_says_why(case: str) -> None:
+    publisher, consumer, transport, why = CHOSEN[case]
+    choice = choose_transport(endpoint(**publisher), endpoint(**consumer))
+    assert choice.transport == transport
+    assert why in str(choice)
+    address = {} if transport == "shared-memory" else {"address": "10.0.0.1"}
+    assert choice.publisher_options == address
 
 
 def test_a_directory_of_both_shares_memory_under_the_path_that_each_endpoint_has() -> None:
@@ -86,39 +82,27 @@ def test_a_directory_of_both_shares_memory_under_the_path_that_each_endpoint_has
     assert choice.channel == "shared-memory@/dev/shm/w"
 
 
-def test_directories_of_one_name_on_two_machines_share_nothing() -> None:
-    one = SharedDirectory(path="/dev/shm/w", device=5, inode=6)
-    choice = choose_transport(
-        endpoint(directories=(one,)), endpoint(boot_id="two", directories=(one,))
-    )
-    assert choice.transport == "nixl"
+@pytest.fixture
+def probe() -> Iterator[OwnedSegment]:
+    made = make_probe()
+    yield made
+    made.close()
 
 
-def test_the_opened_probe_decides_over_namespaces_and_users() -> None:
-    probe = ProbeSegment()
-    try:
-        choice = choose_transport(endpoint(probe=probe.ref), endpoint(user_id=1000))
-        assert "cannot open the memory of process 7" in choice.not_taken["shared-memory"]
-    finally:
-        probe.close()
+def test_the_opened_probe_decides_over_namespaces_and_users(probe: OwnedSegment) -> None:
+    choice = choose_transport(endpoint(probe=probe.ref), endpoint())
+    assert "cannot open the memory of process 7" in choice.not_taken["shared-memory"]
 
 
-def test_another_process_of_this_machine_opens_the_probe() -> None:
-    probe = ProbeSegment()
-    try:
-        mine = look_around(probe=probe, address="10.0.0.1")
-        with Child(Finder) as child:
-            theirs = child.ready().call("find", publisher=mine.to_json().decode())
-        choice = choose_transport(mine, EndpointFacts.from_json(theirs))
-        assert choice.transport == "shared-memory"
-        assert "(tried)" in choice.reason
-    finally:
-        probe.close()
-
-
-def test_a_probe_that_is_gone_is_not_opened() -> None:
-    probe = ProbeSegment()
-    mine = look_around(probe=probe)
+def test_another_process_of_this_machine_opens_the_probe_while_it_is_there(
+    probe: OwnedSegment,
+) -> None:
+    mine = look_around(probe=probe.ref, address="10.0.0.1")
+    with Child(Finder) as child:
+        theirs = child.ready().call("find", publisher=mine.to_json().decode())
+    choice = choose_transport(mine, EndpointFacts.from_json(theirs))
+    assert choice.transport == "shared-memory"
+    assert "(tried)" in choice.reason
     probe.close()
     assert look_around(publisher=mine).opened is None
 
@@ -130,11 +114,6 @@ def test_no_transport_at_all_says_why_of_each() -> None:
     assert "on node a" in text
     assert "shared-memory: they run on different machines" in text
     assert "did not say at which address" in text
-
-
-def test_a_transport_that_one_endpoint_does_not_know_is_not_chosen() -> None:
-    choice = choose_transport(endpoint(), endpoint(boot_id="two", transports={"broadcast": ""}))
-    assert choice.not_taken["nixl"] == "blocked at the consumer: not known there"
 
 
 def test_facts_travel_as_json_and_nothing_else_is_read() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,8 +9,6 @@ import torch
 from rl_bridge import ModuleInstallAdapter
 from rl_bridge.ray import EndpointFacts, RolloutActor, WeightPublisherActor
 from rl_bridge.trainers.state_dict import Source
-
-__all__ = ["Elsewhere", "Rollout", "Trainer", "weights"]
 
 
 def weights(steps: int) -> dict[str, torch.Tensor]:
@@ -78,10 +75,6 @@ class Rollout(RolloutActor):
     def holds(self, steps: int) -> bool:
         self.check_weights()
         return all(torch.equal(self.engine[name], one) for name, one in weights(steps).items())
-
-    def update_types(self, manifest: bytes) -> Sequence[str]:
-        """What came in over Ray and what goes out, by type."""
-        return [type(manifest).__name__, type(self.update_weights(manifest)).__name__]
 
     def take(self, tensors: dict[str, torch.Tensor], steps: int) -> bool:
         """Whether what came by Ray Direct Transport is what was returned after so many steps."""

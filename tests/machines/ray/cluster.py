@@ -10,8 +10,6 @@ import ray
 
 from tests.machines.ray.actors import Elsewhere, Raising, Rollout, Trainer
 
-__all__ = ["elsewhere", "local_ray", "raising", "rollout", "trainer"]
-
 ROOT = Path(__file__).resolve().parents[3]
 STORE_NBYTES = 80 << 20
 

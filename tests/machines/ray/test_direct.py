@@ -8,7 +8,10 @@ import pytest
 import ray
 
 from rl_bridge.testing.processes import until
+from tests.machines.network.namespaces import why_not
+from tests.machines.ray import direct_across
 from tests.machines.ray.cluster import rollout, trainer
+from tests.machines.ray.two_nodes import two_nodes
 
 pytestmark = pytest.mark.usefixtures("one_node")
 
@@ -103,3 +106,16 @@ def test_the_memory_of_a_dead_source_goes_with_it(pair: Any) -> None:
     until(lambda: not Path(f"/proc/{taken}").exists(), what="the taker is gone")
     alive = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     assert not sealed & set().union(*map(memories, alive))
+
+
+# ---- between nodes -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_references_cross_between_two_nodes_as_they_were_returned() -> None:
+    with two_nodes(Path(direct_across.__file__)) as nodes:
+        said, _ = nodes.driver.communicate(timeout=150)
+        crossed = nodes.rollouts.traffic(nodes.rollout_pid).received
+    assert nodes.driver.returncode == 0, said
+    assert "3 references of 4194304 bytes, each as it was returned" in said
+    assert crossed >= direct_across.REFERENCES * direct_across.NBYTES, crossed

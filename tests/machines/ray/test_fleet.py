@@ -45,8 +45,8 @@ def learner() -> Any:
 class Run:
     """A fleet of one trainer that all tests share: its versions go on from test to test."""
 
-    def __init__(self, learner: Any) -> None:
-        self.trainer = learner
+    def __init__(self, learner: Any, spares: list[Any]) -> None:
+        self.trainer, self.spares = learner, spares
         self.fleet = RolloutFleet(learner, timeout_s=TIMEOUT_S)
         self.version = self.fleet.weight_version or 0
 
@@ -55,19 +55,29 @@ class Run:
         self.version += 1
         return self.fleet.update(self.version)
 
+    def rollouts(self, num: int) -> list[Any]:
+        """Rollouts that are alive; tests that start none are quicker."""
+        self.spares += [rollout() for _ in range(num - len(self.spares))]
+        return self.spares[:num]
+
     def all_hold(self, *actors: Any) -> bool:
         return all(get([actor.holds.remote(self.version) for actor in actors]))
 
 
+@pytest.fixture(scope="module")
+def spares() -> list[Any]:
+    return []
+
+
 @pytest.fixture
-def run(learner: Any) -> Iterator[Run]:
-    made = Run(learner)
+def run(learner: Any, spares: list[Any]) -> Iterator[Run]:
+    made = Run(learner, spares)
     with made.fleet:
         yield made
 
 
 def test_every_rollout_gets_each_version_through_shared_memory(run: Run) -> None:
-    actors = {"a": rollout(), "b": rollout()}
+    actors = dict(zip("ab", run.rollouts(2), strict=True))
     for name, actor in actors.items():
         assert run.fleet.join(name, actor).transport == "shared-memory"
     for _ in range(3):
@@ -78,24 +88,11 @@ def test_every_rollout_gets_each_version_through_shared_memory(run: Run) -> None
     assert run.all_hold(*actors.values())
 
 
-def test_a_late_joiner_gets_the_current_version_before_it_is_routable(run: Run) -> None:
-    run.step()
-    get(run.trainer.step.remote())  # what the trainer holds by now is not what was published
-    late = rollout()
-    assert list(run.fleet.routable) == []
-    run.fleet.join("late", late)
-    assert list(run.fleet.routable) == ["late"]
-    assert run.fleet.ask("late").active_version == run.version
-    # The trainer's own steps are ahead by one from here on: so are the versions.
-    run.version += 1
-    run.fleet.update(run.version).require_all()
-    assert run.all_hold(late)
-
-
 def test_a_dead_rollout_is_named_and_the_others_go_on(run: Run) -> None:
-    alive, doomed = rollout(), rollout()
+    alive, doomed = run.rollouts(2)
     run.fleet.join("alive", alive)
     run.fleet.join("doomed", doomed)
+    run.spares.remove(doomed)
     doomed.die.remote()
     update = run.step()
     assert update.routable == ("alive",)
@@ -103,7 +100,8 @@ def test_a_dead_rollout_is_named_and_the_others_go_on(run: Run) -> None:
     assert "'doomed'" in str(update.lost["doomed"])
     with pytest.raises(EngineLost):
         update.require_all()
-    run.fleet.join("doomed", another := rollout())
+    another = run.rollouts(2)[1]
+    run.fleet.join("doomed", another)
     assert list(run.fleet.routable) == ["alive", "doomed"]
     run.step().require_all()
     assert run.all_hold(alive, another)
@@ -112,7 +110,8 @@ def test_a_dead_rollout_is_named_and_the_others_go_on(run: Run) -> None:
 def test_a_rollout_that_raises_is_named_and_the_others_go_on(run: Run) -> None:
     run.step()
     run.fleet.join("bad", raising())  # asked first: who comes behind it must be heard all the same
-    run.fleet.join("good", good := rollout())
+    (good,) = run.rollouts(1)
+    run.fleet.join("good", good)
     update = run.step()
     assert update.routable == run.fleet.routable == ("good",)
     assert "'bad' raised instead of answering: OSError: disk quota" in str(update.lost["bad"])
@@ -127,7 +126,7 @@ def test_a_rollout_that_ray_cannot_place_is_lost(run: Run) -> None:
 
 
 def test_a_rollout_that_hangs_is_given_up_at_the_deadline_and_may_come_back(run: Run) -> None:
-    quick, slow = rollout(), rollout()
+    quick, slow = run.rollouts(2)
     run.fleet.join("quick", quick)
     run.fleet.join("slow", slow)
     pid = get(slow.pid.remote())
@@ -146,20 +145,10 @@ def test_a_rollout_that_hangs_is_given_up_at_the_deadline_and_may_come_back(run:
     assert list(run.fleet.routable) == ["quick", "slow"]
 
 
-def test_an_actor_that_ray_starts_anew_joins_again_by_itself(run: Run) -> None:
-    actor = rollout(max_restarts=1, max_task_retries=-1)
-    run.fleet.join("again", actor)
-    run.step().require_all()
-    ray.kill(actor, no_restart=False)
-    update = run.step()
-    assert update.routable == ("again",), update
-    assert run.all_hold(actor)
-
-
 def test_rollouts_and_trainers_that_ray_starts_anew_join_again(tmp_path: Path) -> None:
     """A rollout on another channel than the trainer's first one, and then the trainer."""
     learner, busy = trainer(max_restarts=1, max_task_retries=-1), tmp_path / "busy"
-    run, far = Run(learner), elsewhere(busy, max_restarts=1, max_task_retries=-1)
+    run, far = Run(learner, []), elsewhere(busy, max_restarts=1, max_task_retries=-1)
     assert run.fleet.join("far", far).transport == "nixl"
     run.step().require_all()
     # One that comes back and cannot join at once is not forgotten.
@@ -183,14 +172,3 @@ def test_a_trainer_that_refuses_says_so_by_its_own_error(run: Run) -> None:
     with pytest.raises(VersionNotMonotonic, match="must increase monotonically"):
         run.fleet.update(run.version)
     run.step().require_all()
-
-
-def test_only_bytes_travel(run: Run) -> None:
-    actor = rollout()
-    run.fleet.join("a", actor)
-    get(run.trainer.step.remote())
-    run.version += 1
-    told, manifests = get(run.trainer.publish_weights.remote(run.version))
-    assert type(told) is bytes
-    (manifest,) = manifests.values()
-    assert get(actor.update_types.remote(manifest)) == ["bytes", "bytes"]

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from tests.machines.network.namespaces import Machine, machines
 
-__all__ = ["TwoNodes", "two_nodes"]
-
 ROOT = Path(__file__).resolve().parents[3]
 PORT = 6379
 NODE = "--num-cpus=1 --object-store-memory=80000000 --disable-usage-stats"
