@@ -6,9 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -30,7 +28,6 @@ from rl_bridge.demo.rollout import (
     RolloutConfig,
     RolloutWorker,
 )
-from rl_bridge.demo.sglang_engine import NAME, plant
 from rl_bridge.demo.trainer import (
     MIN_STEPS,
     Fault,
@@ -41,12 +38,8 @@ from rl_bridge.demo.trainer import (
     logprob_tolerance,
     plan_faults,
 )
-from rl_bridge.demo.vllm_engine import DemoWorker, Server
-from rl_bridge.engines.staging import Exchange
 from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.testing.installer_faults import EngineFault
-from rl_bridge.testing.processes import until
 
 SMALL = SortTask(num_digits=3, base=4)
 LOCAL = RolloutConfig(transport="local-clone", seed=3, task=SMALL)
@@ -321,91 +314,6 @@ def test_each_fault_is_planted_once_with_two_versions_before_it(steps: int) -> N
 def test_a_fault_that_is_not_refused_as_it_should_be_is_noticed(reply: InstallReply) -> None:
     with pytest.raises(PromiseBroken):
         examine(Fault.CORRUPTED, reply, active_version=4, engine=Engine.MODULE)
-
-
-@pytest.mark.parametrize("engine", [Engine.VLLM, Engine.SGLANG, Engine.VLLM_HTTP])
-def test_a_fault_in_a_real_engine_is_known_by_the_cause_that_is_named(engine: Engine) -> None:
-    reply = InstallReply(
-        active_version=4, error="WeightUpdateRejectedError", message="EngineFault: it failed"
-    )
-    assert examine(Fault.HALF_WAY, reply, active_version=4, engine=engine) == "undone"
-    other = replace(reply, message="OutOfMemory: the engine")
-    with pytest.raises(PromiseBroken, match="OutOfMemory"):
-        examine(Fault.HALF_WAY, other, active_version=4, engine=engine)
-
-
-class Loading(torch.nn.Module):
-    """A model that loads by name, as those of engines do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[str, float] = {}
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.held.update((name, tensor.item()) for name, tensor in weights)
-
-
-def test_engines_fail_half_way_only_while_they_are_asked_to() -> None:
-    apply, worker, model = Exchange.apply, DemoWorker(), Loading()
-    given = [(str(number), torch.tensor(float(number))) for number in range(5)]
-    for is_armed in (1, 1, 0):
-        worker.rl_bridge_fail_half_way(is_armed)
-        assert (Exchange.apply is not apply) == bool(is_armed)
-    for is_armed in (1, 1, 0):
-        plant(model, [(NAME, torch.tensor([float(is_armed)]))])
-        model.held.clear()
-        if is_armed:
-            with pytest.raises(EngineFault, match="after 2 of 5 tensors"):
-                model.load_weights(iter(given))
-            assert list(model.held) == ["0", "1"]
-    model.load_weights(iter(given))
-    assert len(model.held) == 5
-    with pytest.raises(EngineFault, match="expected one tensor"):
-        plant(model, given)
-
-
-# ---- servers ------------------------------------------------------------------------------------
-
-
-def test_a_server_that_ends_is_reported() -> None:
-    server = Server("side-car", ["rl_bridge", "nonsense"], port=1)
-
-    def is_silent() -> None:
-        raise EngineLost("it does not listen")
-
-    with closing(server), pytest.raises(EngineLost, match="side-car ended with 2"):
-        server.wait_until(is_silent)
-
-
-def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    starter = """
-import sys
-from rl_bridge.demo.vllm_engine import Server
-server = Server("web", ["http.server", "0", "--bind", "127.0.0.1"], port=1)
-print(server.pid, flush=True)
-sys.stdin.read()
-"""
-    parent = subprocess.Popen(
-        [sys.executable, "-c", starter],
-        cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert os.getpgid(pid) == pid
-        parent.kill()
-    until(lambda: not is_running(pid), what="the server is gone with the one that started it")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text("utf-8")
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 # ---- reinforcement learning ---------------------------------------------------------------------

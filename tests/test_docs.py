@@ -102,8 +102,8 @@ def generator(name: str) -> dict[str, Any]:
 # ---- code ---------------------------------------------------------------------------------------
 
 RUNNABLE = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
-# Of a suite that a page shows. Deaths, and what stays behind after many rounds, take long.
-QUICK = "not (fifty or killed or dead or hostile)"
+# Of a suite that a page shows: what needs no other process, and no fifty rounds.
+QUICK = "(arrive or undone or refused) and not hostile"
 WITH_A_SUITE = DOCS / "how-to" / "write-a-transport.md"
 
 

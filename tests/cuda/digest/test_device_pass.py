@@ -67,45 +67,28 @@ def test_tensors_may_lie_in_any_order_and_with_gaps() -> None:
     assert len(plan) == 2
 
 
-@pytest.mark.parametrize("arena", [0, -256, 8])
-def test_an_arena_that_no_arena_begins_at_is_refused(arena: int) -> None:
-    laid = Laid([5])
-    plan = laid.plan("torch")
-    with pytest.raises(ValueError, match="expected a multiple of 256"):
-        plan.digest(arena)
-    with pytest.raises(ValueError, match="expected a multiple of 256"):
-        plan.pack(laid.sources, arena)
+def casts(*values: int) -> np.ndarray:
+    return np.array(values, np.uint8)
 
 
-@pytest.mark.parametrize("row", [0, 2])
-def test_a_tensor_at_address_0_is_refused_unless_it_is_empty(row: int) -> None:
-    laid = Laid([5, 0, 300])
-    plan, sources = laid.plan("torch"), laid.sources
-    sources[1] = 0
-    assert plan.digest_at(sources) == laid.digests()
-    sources[row] = 0
-    with pytest.raises(ValueError, match="at address 0"):
-        plan.digest_at(sources)
-    with pytest.raises(ValueError, match="at address 0"):
-        plan.pack(sources, laid.arena)
+CALLS: dict[str, Callable[[DevicePass, Laid], object]] = {
+    "expected a multiple of 256": lambda plan, laid: plan.pack(laid.sources, 8),
+    "multiple of 256": lambda plan, _: plan.digest(-256),
+    "at address 0": lambda plan, laid: plan.digest_at(laid.sources * numbers(0, 1, 1)),
+    "address 0": lambda plan, laid: plan.pack(laid.sources * numbers(1, 1, 0), laid.arena),
+    "for a plan of 3 tensors": lambda plan, laid: plan.digest_at(laid.sources[:1]),
+    "for 3 tensors": lambda plan, laid: plan.pack(laid.sources, laid.arena, casts=casts(0, 7, 0)),
+    "multiple of 4": lambda plan, laid: plan.pack(
+        laid.sources + np.uint64(2), laid.arena, casts=casts(CAST_BF16, 0, 0)
+    ),
+}
 
 
-def test_addresses_and_casts_of_another_number_are_refused() -> None:
-    laid = Laid([5, 4])
-    plan = laid.plan("torch")
-    with pytest.raises(ValueError, match="for a plan of 2 tensors"):
-        plan.digest_at(laid.sources[:1])
-    for casts in (np.zeros(1, np.uint8), np.array([0, 7], np.uint8)):
-        with pytest.raises(ValueError, match="for 2 tensors"):
-            plan.pack(laid.sources, laid.arena, casts=casts)
-
-
-def test_a_source_to_cast_that_no_float32_begins_at_is_refused() -> None:
-    laid = Laid([4])
-    with pytest.raises(ValueError, match="multiple of 4"):
-        laid.plan("torch").pack(
-            laid.sources + np.uint64(2), laid.arena, casts=np.array([CAST_BF16], np.uint8)
-        )
+@pytest.mark.parametrize("said", CALLS)
+def test_addresses_and_casts_that_a_plan_was_not_made_for_are_refused(said: str) -> None:
+    laid = Laid([4, 0, 300])
+    with pytest.raises(ValueError, match=said):
+        CALLS[said](laid.plan("torch"), laid)
 
 
 @pytest.mark.parametrize(
