@@ -272,16 +272,7 @@ def _known_wholes(plan: ReshardPlan, layout: GroupLayout) -> tuple[_Column, _Col
 def damaged(
     part: WeightUpdateManifest, rank: int, row: int, start: int, nbytes: int
 ) -> ChecksumMismatch:
-    """The error for bytes of a part that are not what was published.
-
-    Args:
-        part: the part.
-        rank: that published it.
-        row: tensor that they are in.
-        start: first of them in the part's arena.
-        nbytes: how many.
-
-    """
+    """The error for bytes of a part that are not what was published."""
     first = start - part.table.offsets[row]
     return ChecksumMismatch(
         f"tensor checksum mismatch for {part.table.names[row]!r} in version "

@@ -209,11 +209,6 @@ class GroupEnd(ConsumerEnd):
     ) -> WeightUpdateManifest:
         """Import the parts that are needed, assemble them, and release them.
 
-        Args:
-            group: the version.
-            assembly: how it is made of its parts.
-            landing: the same without a copy; None if that is impossible.
-
         Raises:
             DigestMismatch: the manifest is not the one that was published.
             WeightBridgeError: of a part's transport, or of the assembly; nothing is held.
@@ -428,16 +423,7 @@ class GroupConsumer(Consumer):
         source_rank: int,
         observer: Observer | None = None,
     ) -> None:
-        """Open the transport's end.
-
-        Args:
-            transport: the group's.
-            way: how what is wanted here is made of a group of that layout.
-            source_worker: this worker's name.
-            source_rank: its rank.
-            observer: called with every lifecycle transition.
-
-        """
+        """Open the transport's end."""
         super().__init__(
             transport, source_worker=source_worker, source_rank=source_rank, observer=observer
         )

@@ -136,10 +136,6 @@ def side_by_side(
 
     When the time is over, steps whose answer is missing raise.
 
-    Args:
-        steps: name -> its steps.
-        deadline: until when, for all of them.
-
     Returns:
         Name -> the result of its steps, and name -> their error; in the order of `steps`.
 

@@ -123,11 +123,6 @@ class RayExchange(StoreExchange):
     def __init__(self, actor: Any, membership: FleetMembership, *, name: str) -> None:
         """Be a rank.
 
-        Args:
-            actor: the handle of the store's actor, the same one for all ranks.
-            membership: this rank's place.
-            name: of the group in the store; two groups that share one need two.
-
         Raises:
             ValueError: the rank is none of the group.
 

@@ -39,11 +39,6 @@ class Trainers:
     def __init__(self, trainer: Any, *, timeout_s: float, take_over: bool = False) -> None:
         """Have the actors join this fleet, and ask for their last publication.
 
-        Args:
-            trainer: the handle of an actor; or those of the ranks of a group, by rank.
-            timeout_s: longest wait.
-            take_over: take the actors from another fleet.
-
         Raises:
             SessionRefused: another fleet has them.
             WeightBridgeError: one is dead, or does not answer.
@@ -129,11 +124,6 @@ class Trainers:
 
     def serve(self, name: str, choices: Sequence[PairChoice], deadline: Deadline) -> bytes:
         """Open a rollout's channel; the manifest of the current version, empty before the first.
-
-        Args:
-            name: the rollout's.
-            choices: what `choose` gave for it.
-            deadline: until when.
 
         Raises:
             WeightBridgeError: it cannot be opened.

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -41,25 +42,26 @@ _LOG = logging.getLogger(__name__)
 _SHOWN = 5
 
 
+@dataclass(slots=True)
 class PendingUpdate:
     """One update from its first request to its last.
 
     Attributes:
         manifest: the update, as this engine imports it.
         update_id: the one in its requests; if each GPU has a copy, that of the first copy.
+        num_batches: how many there will be.
         batches: names of each batch that came.
+        seen: all names of these.
         last: the request that came last.
 
     """
 
-    def __init__(self, manifest: WeightUpdateManifest, *, update_id: str | None = None) -> None:
-        """Begin; no batch is there yet."""
-        self.manifest = manifest
-        self.update_id = update_id or manifest.update_id
-        self.batches: list[tuple[str, ...]] = []
-        self.last: WeightUpdateRequest | None = None
-        self._seen: set[str] = set()
-        self._num_batches: int | None = None
+    manifest: WeightUpdateManifest
+    update_id: str
+    num_batches: int
+    batches: list[tuple[str, ...]] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    last: WeightUpdateRequest | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -74,52 +76,43 @@ class PendingUpdate:
             MalformedManifest: the batch is not of this update, or not as its manifest says.
 
         """
-        manifest, name = self.manifest, _name(request)
-        if (request.update_id, request.weight_version) != (
-            self.update_id,
-            manifest.weight_version,
-        ):
+        name, version = _name(request), self.manifest.weight_version
+        as_made = "Send requests as the sender made them."
+        if (request.update_id, request.weight_version) != (self.update_id, version):
             msg = (
-                f"{name} came with the manifest of version {manifest.weight_version} (update "
-                f"{self.update_id}). Send requests as the sender made them."
+                f"{name} came with the manifest of version {version} (update {self.update_id}). "
+                f"{as_made}"
             )
             raise MalformedManifest(msg)
-        due = (len(self.batches), self._num_batches or request.num_batches)
+        due = (len(self.batches), self.num_batches)
         if (request.batch, request.num_batches) != due:
             msg = (
                 f"{name} came as batch {request.batch} of {request.num_batches}, expected batch "
                 f"{due[0]} of {due[1]}. Send the requests of an update in order, each once."
             )
             raise WeightUpdateRejectedError(msg)
-        self._check_names(request, name)
-        self.batches.append(request.names)
-        self._seen.update(request.names)
-        self._num_batches = request.num_batches
-        self.last = request
-
-    def _check_names(self, request: WeightUpdateRequest, name: str) -> None:
         rows = self.manifest.table.rows
-        strange = [one for one in request.names if one not in rows or one in self._seen]
+        strange = [one for one in request.names if one not in rows or one in self.seen]
         if strange:
             msg = (
                 f"{name} names {strange[:_SHOWN]}, which the manifest does not have or an earlier "
-                "batch had. Send requests as the sender made them."
+                f"batch had. {as_made}"
             )
             raise MalformedManifest(msg)
         expected = columns_of(self.manifest, request.names)
-        if any(getattr(request, field) != value for field, value in expected.items()):
-            msg = (
-                f"{name}: its dtypes or shapes are not those of the manifest. Send requests as "
-                "the sender made them."
-            )
+        if any(getattr(request, column) != value for column, value in expected.items()):
+            msg = f"{name}: its dtypes or shapes are not those of the manifest. {as_made}"
             raise MalformedManifest(msg)
-        missing = rows.keys() - self._seen - set(request.names) if request.is_last else ()
+        missing = rows.keys() - self.seen - set(request.names) if request.is_last else ()
         if missing:
             msg = (
                 f"{name} is the last one, and {len(missing)} tensors came in none, such as "
                 f"{sorted(missing)[:_SHOWN]}. Send all requests of an update."
             )
             raise MalformedManifest(msg)
+        self.batches.append(request.names)
+        self.seen.update(request.names)
+        self.last = request
 
 
 def _name(request: WeightUpdateRequest) -> str:
@@ -130,12 +123,7 @@ class PendingUpdates:
     """Takes the requests of one update at a time: a newer update ends the one before."""
 
     def __init__(self, *, gpu: str | None = None) -> None:
-        """Wait for the first request.
-
-        Args:
-            gpu: UUID of this engine's GPU, for requests that have a handle for each.
-
-        """
+        """Wait for the first request."""
         self._gpu = gpu
         self._pending: PendingUpdate | None = None
         self._ended: tuple[str, str] = ("", "")
@@ -158,14 +146,12 @@ class PendingUpdates:
             if pending is not None:
                 _require_newer(manifest, pending.manifest)
                 self.reject(f"version {manifest.weight_version} began before it was complete")
-            pending = self._pending = PendingUpdate(manifest, update_id=first.update_id)
+            pending = PendingUpdate(manifest, first.update_id, request.num_batches)
+            self._pending = pending
         elif pending is None or pending.update_id != request.update_id:
             ended, reason = self._ended
             why = f"it ended: {reason}" if ended == request.update_id else "no batch of it came"
-            msg = (
-                f"batch {request.batch} of version {request.weight_version} (update "
-                f"{request.update_id}): {why}. Send the update again from its first batch."
-            )
+            msg = f"{_name(request)}: {why}. Send the update again from its first batch."
             raise UnknownUpdate(msg)
         try:
             pending.add(request)
@@ -252,13 +238,7 @@ class BridgeTransferReceiver(PendingUpdates, WeightTransferReceiver):
     """
 
     def __init__(self, bridge: TensorBridge, *, gpu: str | None = None) -> None:
-        """Receive through `bridge`.
-
-        Args:
-            bridge: this engine's; nothing else imports through it.
-            gpu: UUID of this engine's GPU, for requests that have a handle for each.
-
-        """
+        """Receive through `bridge`."""
         super().__init__(gpu=gpu)
         self.bridge = bridge
 

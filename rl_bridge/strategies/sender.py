@@ -346,12 +346,6 @@ class BridgeTransferSender(WeightTransferSender):
     ) -> None:
         """Publish through `bridge`.
 
-        Args:
-            bridge: this rank's; nothing else publishes through it.
-            request_type: what the engines are sent.
-            threshold_nbytes: bytes of a batch; a module that is larger goes alone.
-            clean_up: the steps after each sync; None for one rank on a CPU.
-
         Raises:
             TypeError: a threshold that is no integer.
             ValueError: one below 1.
@@ -524,16 +518,7 @@ class CudaIpcTransferSender(BridgeTransferSender):
         threshold_nbytes: int = DEFAULT_CHUNK_NBYTES,
         clean_up: CleanUp | None = None,
     ) -> None:
-        """Publish through `bridge`.
-
-        Args:
-            bridge: this rank's, of a transport for memory of its GPU.
-            request_type: what the engines are sent.
-            gpu: UUID of this rank's GPU.
-            threshold_nbytes: bytes of a batch; a module that is larger goes alone.
-            clean_up: the steps after each sync, and how the ranks talk; None for one rank.
-
-        """
+        """Publish through `bridge`."""
         super().__init__(bridge, request_type, threshold_nbytes=threshold_nbytes, clean_up=clean_up)
         self._gpu = gpu
         self._handles: tuple[GPUHandle, ...] = ()

@@ -53,12 +53,6 @@ def is_megatron_bridge(bridge: Any) -> bool:
 def hf_pieces(bridge: Any, config: Any, name: str, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """The same elements as pieces of Hugging Face's tensors; padding of the vocabulary is left out.
 
-    Args:
-        bridge: of mbridge.
-        config: the model's ``TransformerConfig``.
-        name: of Megatron's whole tensor.
-        pieces: what this rank holds of it.
-
     Raises:
         WeightBridgeUnavailableError: the bridge converts this tensor in a way of its own.
 
@@ -116,13 +110,7 @@ def _qkv_blocks(names: Sequence[str], config: Any, name: str, rows: int) -> list
 
 
 def row_blocks(pieces: Sequence[Piece], blocks: Sequence[Block]) -> tuple[Piece, ...]:
-    """Name the rows of fused tensors anew.
-
-    Args:
-        pieces: boxes of the fused tensor.
-        blocks: what its rows are.
-
-    """
+    """Name the rows of fused tensors anew."""
     found = []
     for piece in pieces:
         first, last = piece.offset[0], piece.offset[0] + piece.shape[0]

@@ -47,15 +47,7 @@ def cut_evenly(size: int, parts: int, index: int) -> tuple[int, int]:
 def shard_box(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """First index and shape of the box that a rank holds.
-
-    Args:
-        shape: of the whole tensor.
-        mesh_shape: ranks along each dimension of the mesh.
-        coordinate: of the rank in the mesh.
-        cuts: one for each dimension of the mesh.
-
-    """
+    """First index and shape of the box that a rank holds."""
     offset, box = [0] * len(shape), list(shape)
     steps = list(zip(cuts, mesh_shape, coordinate, strict=True))
     ordered = [step for step in steps if not step[0].is_inner]

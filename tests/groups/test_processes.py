@@ -178,7 +178,7 @@ def test_a_death_over_a_process_group_with_a_store_aborts_all_survivors() -> Non
 def test_a_rank_that_dies_leaves_the_version_before_untouched() -> None:
     """`_part_message` is behind the publication and before the exchange."""
     with (
-        ranks_of(2, timeout_s=3.0) as (ranks, port),
+        ranks_of(2, timeout_s=2.0) as (ranks, port),
         Child(EngineRank, rank=0, degree=1) as engine,
         ExitStack() as stack,
     ):
