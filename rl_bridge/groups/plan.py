@@ -41,26 +41,8 @@ _Column = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class RunCopy:
-    """Bytes that are contiguous in both places.
-
-    Attributes:
-        held: which piece, by its place among those of the tensor.
-        source: first byte in the rank's tensor.
-        target: first byte in the wanted tensor.
-        nbytes: how many.
-
-    """
-
-    held: int
-    source: int
-    target: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class BoxCopy:
-    """A box that lies in rows; all numbers count elements.
+    """A box to copy, or bytes that are contiguous in both places; all numbers count elements.
 
     Attributes:
         held: which piece, by its place among those of the tensor.
@@ -79,20 +61,23 @@ class BoxCopy:
     source_strides: tuple[int, ...]
     target_strides: tuple[int, ...]
 
+    @property
+    def is_run(self) -> bool:
+        """Whether it is contiguous in both places."""
+        return self.source_strides == self.target_strides == (1,)
+
 
 @dataclass(frozen=True, slots=True)
 class Copies:
     """The copies that fill one box of a wanted tensor.
 
     Attributes:
-        runs: contiguous copies.
-        boxes: the others.
+        boxes: what is copied.
         leaves: held piece -> ranges of leaves of the rank's tensor that cover the copied bytes.
         nbytes: bytes that are copied.
 
     """
 
-    runs: tuple[RunCopy, ...]
     boxes: tuple[BoxCopy, ...]
     leaves: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     nbytes: int
@@ -121,7 +106,6 @@ def copies_for(
     wanted = box_of(offset, shape)
     target_strides = row_major_stride(target_shape)
     shift = [a - o for a, o in zip(at, offset, strict=True)]
-    runs: list[RunCopy] = []
     boxes: list[BoxCopy] = []
     leaves: list[tuple[int, tuple[tuple[int, int], ...]]] = []
     nbytes = 0
@@ -137,11 +121,11 @@ def copies_for(
             low = [lo + s for lo, s in zip(shared[0], shift, strict=True)]
             target = sum(a * b for a, b in zip(low, target_strides, strict=True))
             dims = _collapsed(shared, strides, target_strides)
-            nbytes += item * _count(dims)
+            nbytes += item * prod(size for size, _, _ in dims)
             is_run, rows, row = _rows(dims, item)
             if is_run:
-                runs += [
-                    RunCopy(place, a * item, b * item, row * item)
+                boxes += [
+                    BoxCopy(place, a, b, (row,), (1,), (1,))
                     for a, b in _offsets(rows, source, target)
                 ]
             else:
@@ -150,7 +134,7 @@ def copies_for(
             touched += _leaves([(n, s * item) for n, s, _ in dims], source * item, item)
         if touched:
             leaves.append((place, tuple(merged(touched))))
-    return Copies(tuple(runs), tuple(boxes), tuple(leaves), nbytes)
+    return Copies(tuple(boxes), tuple(leaves), nbytes)
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -194,13 +178,6 @@ def _collapsed(box: Box, source: Sequence[int], target: Sequence[int]) -> list[_
         else:
             found.append((hi - lo, a, b))
     return found
-
-
-def _count(dims: Sequence[_Dim]) -> int:
-    total = 1
-    for size, _, _ in dims:
-        total *= size
-    return total
 
 
 def _rows(dims: Sequence[_Dim], item: int) -> tuple[bool, list[_Dim], int]:
@@ -419,7 +396,7 @@ class _Planner:
                 item=item,
             )
         self._needed += copies.nbytes
-        runs, tables = self._runs, group.tables
+        tables = group.tables
         placed: list[tuple[int, int, int]] = []
         for one in held:
             table = tables[one.rank]
@@ -429,12 +406,14 @@ class _Planner:
             rank, row, _ = placed[place]
             for first, end in ranges:
                 self._leaves[rank].append((row, first, end))
-        for run in copies.runs:
-            rank, _, offset = placed[run.held]
-            runs.append((rank, offset + run.source, target + run.target, run.nbytes))
         for box in copies.boxes:
             rank, _, offset = placed[box.held]
-            self._boxes.append(PlacedBox(rank, offset, target, item, box))
+            if box.is_run:
+                nbytes = box.shape[0] * item
+                source_at, target_at = offset + box.source * item, target + box.target * item
+                self._runs.append((rank, source_at, target_at, nbytes))
+            else:
+                self._boxes.append(PlacedBox(rank, offset, target, item, box))
 
     def _pattern(self, name: str, held: Sequence[Held]) -> int:
         """A number for how a tensor is cut: the same for all that are cut alike."""

@@ -7,7 +7,7 @@ if both have it, else broadcast.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Self
@@ -194,6 +194,7 @@ def look_around(
         raise WeightBridgeUnavailableError(
             f"this process cannot see where it runs: {error}. Run it where /proc is mounted."
         ) from error
+    probed = {name: registry.probe(name) for name in PREFERENCE}
     opened = None
     if publisher is not None and publisher.probe is not None:
         with suppress(SegmentError):  # in the way in which a consumer opens weights
@@ -206,17 +207,14 @@ def look_around(
         pid=os.getpid(),
         node=node,
         address=address,
-        transports=dict(_transports()),
+        transports={
+            name: "" if found.status == "pass" else found.cause or "blocked"
+            for name, found in probed.items()
+        },
         directories=tuple(SharedDirectory.at(path) for path in directories),
         probe=probe,
         opened=opened,
     )
-
-
-def _transports() -> Iterator[tuple[str, str]]:
-    for name in PREFERENCE:
-        found = registry.probe(name)
-        yield name, "" if found.status == "pass" else found.cause or "blocked"
 
 
 def choose_transport(

@@ -164,7 +164,12 @@ class FlatUnit:
     def _describe(self, prefix: str, naming: Naming) -> None:
         flat: Any = self._flat
         numbers: dict[str, int] = {}
-        begins = _without_padding(*_PADDING(flat))
+        numels, is_padding = _PADDING(flat)
+        begins = [
+            begin
+            for begin, is_gap in zip(accumulate(numels, initial=0), is_padding, strict=False)
+            if not is_gap
+        ]
         parameters = attrgetter("_params")(flat) or [flat] * len(begins)
         rows = zip(*_ROWS(flat), begins, parameters, strict=True)
         for fqn, shape, is_plain, extension, begin, parameter in rows:
@@ -234,12 +239,6 @@ def flat_units(model: torch.nn.Module, naming: Naming) -> list[FlatUnit]:
         for prefix, module in model.named_modules()
         if isinstance(module, FullyShardedDataParallel) and _HANDLE(module) is not None
     ]
-
-
-def _without_padding(numels: Sequence[int], is_padding: Sequence[bool]) -> list[int]:
-    """Where each parameter begins in the flat one."""
-    begins = list(accumulate(numels, initial=0))[:-1]
-    return [begin for begin, is_gap in zip(begins, is_padding, strict=True) if not is_gap]
 
 
 def _joined(*parts: str) -> str:
@@ -411,14 +410,13 @@ class FSDPWeightExtractor(WeightExtractor):
     def _split(self, source: int) -> Split:
         """How ranks share a tensor that is cut once; looked up when it is first gathered."""
         if source not in self._splits:
-            self._splits[source] = self._found_split(source)
+            number = source - len(self._is_dtensor)
+            if number < 0:
+                slot = self._slots.slots[source]
+                found = split_of(slot.name, slot.tensor())  # type: ignore[arg-type]  # whole ones are not cut
+            else:
+                at = [(unit, place) for unit in self._units for place in range(len(unit.tensors))]
+                unit, place = at[number]
+                found = unit.split(place)
+            self._splits[source] = found
         return self._splits[source]
-
-    def _found_split(self, source: int) -> Split:
-        number = source - len(self._is_dtensor)
-        if number < 0:
-            slot = self._slots.slots[source]
-            return split_of(slot.name, slot.tensor())  # type: ignore[arg-type]  # whole ones are not cut
-        at = [(unit, place) for unit in self._units for place in range(len(unit.tensors))]
-        unit, place = at[number]
-        return unit.split(place)

@@ -113,10 +113,6 @@ def _bytes(view: torch.Tensor) -> torch.Tensor:
     return view.view(-1).view(torch.uint8)
 
 
-def _sizes(total: int, each: int) -> list[int]:
-    return [min(each, total - begin) for begin in range(0, total, each)]
-
-
 def _slabs(views: Sequence[torch.Tensor], window: int) -> Iterator[torch.Tensor]:
     """Split views until each is contiguous or fits into the window; leave out empty ones."""
     for view in views:
@@ -129,7 +125,8 @@ def _slabs(views: Sequence[torch.Tensor], window: int) -> Iterator[torch.Tensor]
         if row > window:
             yield from _slabs(view.unbind(0), window)
         else:
-            yield from torch.split_with_sizes(view, _sizes(len(view), window // row))
+            rows = window // row
+            yield from (view[begin : begin + rows] for begin in range(0, len(view), rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,22 +149,12 @@ Shared = tuple[torch.Tensor, Split, torch.Tensor | None]
 """Where a whole tensor is written, how the ranks share it, and what this rank holds of it."""
 
 
-def _region(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """What a piece covers of a contiguous whole tensor: a view."""
-    if piece.is_flat:
-        return whole.view(-1)[piece.offset[0] : piece.offset[0] + piece.shape[0]]
-    for dim, (begin, length) in enumerate(zip(piece.offset, piece.shape, strict=True)):
-        if length != whole.shape[dim]:
-            whole = whole.narrow(dim, begin, length)
-    return whole
-
-
-def _own_part(local: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Where a piece lies in the rank's own tensor: a view."""
-    for dim, (begin, length) in enumerate(zip(piece.local_offset, piece.shape, strict=True)):
-        if length != local.shape[dim]:
-            local = local.narrow(dim, begin, length)
-    return local
+def _narrowed(tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """A box of a tensor: a view."""
+    for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, begin, length)
+    return tensor
 
 
 def gather(tensors: Iterable[Shared], *, window: int) -> None:
@@ -186,9 +173,10 @@ def gather(tensors: Iterable[Shared], *, window: int) -> None:
         _, parts = groups.setdefault(key, (split, {}))
         for owner, pieces in split.parts:
             for piece in pieces:
-                target = _region(view, piece)
+                whole = view.view(-1) if piece.is_flat else view
+                target = _narrowed(whole, piece.offset, piece.shape)
                 if owner == rank and tensor is not None:
-                    target.copy_(_own_part(tensor, piece))
+                    target.copy_(_narrowed(tensor, piece.local_offset, piece.shape))
                 parts.setdefault(owner, []).append(target)
     for split, parts in groups.values():
         _exchange(
