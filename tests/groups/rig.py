@@ -1,6 +1,5 @@
 """Groups in one process: each rank is a thread with a bridge of its own."""
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -59,7 +58,6 @@ class Trainers:
             )
             for rank, bridge in enumerate(bridges)
         ]
-        self.lock = threading.Lock()
 
     def try_publish(
         self,

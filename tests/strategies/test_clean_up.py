@@ -1,7 +1,6 @@
 """What follows a sync: one order, every step, and all ranks learn what became of it."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +11,7 @@ from rl_bridge.errors import GroupAborted
 from rl_bridge.groups.exchange import GroupExchange, StoreExchange
 from rl_bridge.strategies.sender import CleanUp, HelperTransferSender
 from rl_bridge.trainers.chunks import WeightChunk
+from tests.groups.rig import HashStore, everywhere
 from tests.strategies.rig import Rig, chunks_of, rig, run, weights
 
 
@@ -49,19 +49,8 @@ class Alone(GroupExchange):
 
 
 def exchanges(num: int) -> list[StoreExchange]:
-    store = torch._C._distributed_c10d.HashStore()
+    store = HashStore()
     return [StoreExchange(store, rank=rank, world_size=num) for rank in range(num)]
-
-
-def together(*tasks: Callable[[], Any]) -> list[Any]:
-    def caught(task: Callable[[], Any]) -> Any:
-        try:
-            return task()
-        except Exception as error:  # noqa: BLE001 - looked at below
-            return error
-
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        return list(pool.map(caught, tasks))
 
 
 AFTER = ["delete", "ipc_collect", "barrier", "synchronize", "empty_cache", "reset_prefix_cache"]
@@ -129,9 +118,11 @@ def test_helper_ranks_learn_what_became_of_a_sync_and_why() -> None:
         def sync(version: int) -> list[Any]:
             r.engine.calls.clear()
             chunks = chunks_of(weights(version))
-            return together(
-                lambda: r.sync(version), lambda: run(helper.send_chunks(chunks, r.client))
-            )
+            calls: list[Callable[[], Any]] = [
+                lambda: r.sync(version),
+                lambda: run(helper.send_chunks(chunks, r.client)),
+            ]
+            return everywhere(calls)
 
         manifest, nothing = sync(1)
         assert (manifest.weight_version, nothing) == (0, None)

@@ -17,8 +17,9 @@ from rl_bridge.strategies.requests import (
 )
 from rl_bridge.strategies.sender import CleanUp, CudaIpcTransferSender, merge_handles
 from rl_bridge.trainers.chunks import WeightChunk
+from tests.groups.rig import everywhere
 from tests.strategies.rig import Client, chunks_of, run, weights
-from tests.strategies.test_clean_up import exchanges, together
+from tests.strategies.test_clean_up import exchanges
 
 
 def bodies(*versions: int) -> list[dict[str, object]]:
@@ -96,15 +97,14 @@ class Ranks:
                 receiver.bridge.acknowledge(pending.manifest.update_id)
 
     def sync(self, *versions: int) -> list[Any]:
-        return together(
-            *(
-                lambda sender=sender, version=version, exchange=exchange: run(
+        ranks = zip(self.senders, versions, exchanges(2), strict=True)
+        return everywhere(
+            [
+                lambda sender=sender, version=version, exchange=exchange: run(  # type: ignore[misc]
                     sender.send_chunks(gathered(version, exchange), self.client)
                 )
-                for sender, version, exchange in zip(
-                    self.senders, versions, exchanges(2), strict=True
-                )
-            )
+                for sender, version, exchange in ranks
+            ]
         )
 
 
