@@ -2,59 +2,43 @@
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
-from rl_bridge.groups.bridge import GroupBridge
-from rl_bridge.groups.exchange import GroupExchange, ProcessGroupExchange, StoreExchange
+from rl_bridge.groups.exchange import ProcessGroupExchange
 from rl_bridge.groups.publish import GroupPublisher
-from rl_bridge.groups.wanted import TensorParallel, parallel
-from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.testing.faults import die
 from rl_bridge.testing.processes import Child, ChildDied, ChildError
-from tests.groups.meshes import cut, model, same, share
-
-TCPStore = torch._C._distributed_c10d.TCPStore
-SHAPES = {"embed": (8, 6), "layer.w": (12, 8), "norm": (5,), "scale": ()}
-DIMS = {"embed": 0, "layer.w": 1}
-CUTS: dict[str, int | None] = {**DIMS, "norm": None, "scale": None}
+from tests.machines.roles import Engine, Owner, owners_of, publish
 
 
-class TrainerRank:
+class TrainerRank(Owner):
     """One rank of a trainer; dies at a step of its choice."""
 
     def __init__(
-        self, rank: int, world_size: int, port: int, timeout_s: float = 60.0, way: str = "store"
+        self,
+        rank: int,
+        world_size: int,
+        store: tuple[str, int],
+        *,
+        timeout_s: float = 60.0,
+        way: str = "store",
     ) -> None:
-        self.bridge = make_weight_bridge(
-            "shared-memory", source_worker="trainer", source_rank=rank, suspicious="off"
-        )
-        self.rank, self.world_size = rank, world_size
-        exchange = self._exchange(port, way)
-        self.publisher = GroupPublisher(self.bridge, exchange, timeout_s=timeout_s)
-
-    def _exchange(self, port: int, way: str) -> GroupExchange:
-        limit = timedelta(seconds=60)
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        super().__init__(rank, world_size, store, transport="shared-memory", timeout_s=timeout_s)
         if way == "store":
-            return StoreExchange(store, rank=self.rank, world_size=self.world_size)
-        dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=limit
-        )
-        return ProcessGroupExchange(store=store if way == "gloo, store" else None)
+            return
+        dist.init_process_group("gloo", store=self.store, rank=rank, world_size=world_size)
+        exchange = ProcessGroupExchange(store=self.store if way == "gloo, store" else None)
+        self.publisher = GroupPublisher(self.bridge, exchange, timeout_s=timeout_s)
 
     def publish(self, version: int, dies_at: str | None = None) -> str:
         if dies_at is not None:
             setattr(self.publisher, dies_at, lambda *_: die())
-        shards = cut(model(SHAPES, version), self.world_size, CUTS)[self.rank]
-        return self.publisher.publish(*shards, weight_version=version).to_json()
+        return super().publish(version)
 
     def publish_and_stop(self, version: int) -> None:
         vote = self.publisher._vote
@@ -66,72 +50,22 @@ class TrainerRank:
         self.publisher._vote = stopped  # type: ignore[assignment,method-assign]
         self.publish(version)
 
-    def release(self, manifest: str) -> None:
-        self.publisher.release(GroupManifest.from_json(manifest))
-
     def latest_status(self) -> str:
         latest = self.bridge.latest_manifest
         assert latest is not None
         return self.bridge.update_status(latest)
 
-    def states(self, manifest: str) -> list[str]:
-        return [one.state for one in self.publisher.consumers(GroupManifest.from_json(manifest))]
 
-
-class EngineRank:
-    """One rank of an engine that cuts tensors in its own way."""
-
-    def __init__(self, rank: int, degree: int) -> None:
-        self.rank, self.degree = rank, degree
-        wanted = parallel(tensor=TensorParallel(degree, rank, DIMS))
-        self.engine = {name: torch.zeros_like(one) for name, one in self.expected(0).items()}
-        self.executor = RolloutExecutor(
-            weight_bridge=GroupBridge(wanted, source_rank=rank),
-            weight_install_adapter=ModuleInstallAdapter(self.engine, mode="flip"),
-        )
-
-    def expected(self, version: int) -> dict[str, torch.Tensor]:
-        return share(model(SHAPES, version), self.degree, self.rank, CUTS)
-
-    def update(self, manifest: str) -> bool:
-        self.executor.update_weights(manifest)
-        version = self.executor.active_weight_version
-        assert version is not None
-        return self.holds(version)
-
-    def holds(self, version: int) -> bool:
-        is_active = self.executor.active_weight_version == version
-        return is_active and same(self.engine, self.expected(version))
-
-
-@contextmanager
-def ranks_of(num: int, **options: Any) -> Iterator[tuple[list[Child], int]]:
-    """The ranks of a trainer, and the port of the store that they meet at."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with ExitStack() as stack:
-        children = [
-            stack.enter_context(
-                Child(TrainerRank, rank=rank, world_size=num, port=store.port, **options)
-            )
-            for rank in range(num)
-        ]
-        yield [child.ready() for child in children], store.port
-
-
-def publish(children: Sequence[Child], version: int) -> str:
-    for child in children:
-        child.tell("publish", version=version)
-    texts = {child.answer() for child in children}
-    assert len(texts) == 1
-    return str(texts.pop())
+def ranks_of(num: int, **options: Any) -> Any:
+    """The ranks of a trainer, and where their store is."""
+    return owners_of(num, TrainerRank, **options)
 
 
 def test_three_trainers_feed_two_engines() -> None:
     degree = 2
     with ranks_of(3) as (trainers, _), ExitStack() as stack:
         engines = [
-            stack.enter_context(Child(EngineRank, rank=rank, degree=degree))
-            for rank in range(degree)
+            stack.enter_context(Child(Engine, rank=rank, degree=degree)) for rank in range(degree)
         ]
         for version in (1, 2, 3):
             manifest = publish(trainers, version)
@@ -145,7 +79,7 @@ def test_a_process_group_carries_it_too_until_a_rank_does_not_come() -> None:
     """What comes late would be taken for an answer to what is asked then."""
     with (
         ranks_of(2, way="gloo", timeout_s=2.0) as (trainers, _),
-        Child(EngineRank, rank=0, degree=1) as engine,
+        Child(Engine, rank=0, degree=1) as engine,
     ):
         for version in (1, 2):
             assert engine.ready().call("update", manifest=publish(trainers, version))
@@ -178,8 +112,8 @@ def test_a_death_over_a_process_group_with_a_store_aborts_all_survivors() -> Non
 def test_a_rank_that_dies_leaves_the_version_before_untouched() -> None:
     """`_part_message` is behind the publication and before the exchange."""
     with (
-        ranks_of(2, timeout_s=2.0) as (ranks, port),
-        Child(EngineRank, rank=0, degree=1) as engine,
+        ranks_of(2, timeout_s=2.0) as (ranks, store),
+        Child(Engine, rank=0, degree=1) as engine,
         ExitStack() as stack,
     ):
         trainers = ranks
@@ -190,7 +124,7 @@ def test_a_rank_that_dies_leaves_the_version_before_untouched() -> None:
             expected = "published" if step == "_hello" else "released"
             assert trainers[0].call("latest_status") == expected
             assert engine.call("holds", version=version)
-            fresh = Child(TrainerRank, rank=1, world_size=2, port=port)
+            fresh = Child(TrainerRank, rank=1, world_size=2, store=store)
             trainers = [trainers[0], stack.enter_context(fresh).ready()]
         assert engine.call("update", manifest=publish(trainers, 5))
 

@@ -163,13 +163,15 @@ class Engine:
 
 
 @contextmanager
-def owners_of(num: int, **options: Any) -> Iterator[tuple[list[Child], tuple[str, int]]]:
+def owners_of(
+    num: int, kind: type[Owner] = Owner, **options: Any
+) -> Iterator[tuple[list[Child], tuple[str, int]]]:
     """The ranks of a trainer on this machine, and the store that they meet at."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = ("127.0.0.1", store.port)
     with ExitStack() as stack:
         children = [
-            stack.enter_context(Child(Owner, rank=rank, world_size=num, store=meet, **options))
+            stack.enter_context(Child(kind, rank=rank, world_size=num, store=meet, **options))
             for rank in range(num)
         ]
         yield [child.ready() for child in children], meet
