@@ -86,19 +86,7 @@ class GroupTransport(Transport):
         max_slots: int = 4,
         num_threads: int | None = None,
     ) -> None:
-        """Configure; nothing is opened yet.
-
-        Args:
-            transports: name of a transport -> its options, for parts that need some, such as
-                ``{"shared-memory": {"directory": path}}``.
-            max_slots: most assembled versions held in memory at a time.
-            num_threads: threads that verify, copy and digest; None takes the usable cores.
-
-        Raises:
-            TypeError: a count that is no integer, or an option that a transport does not have.
-            ValueError: a count below 1.
-
-        """
+        """Take the options of a `GroupBridge`; nothing is opened yet."""
         self._options = _checked_transports({} if transports is None else transports)
         self.max_slots = checked_count("max_slots", max_slots)
         self.num_threads = checked_threads(num_threads)
@@ -544,7 +532,8 @@ class GroupBridge(TensorBridge):
             source_worker: this worker's name.
             source_rank: its rank.
             observer: called with every lifecycle transition.
-            transports: name of a transport -> its options, for parts whose transport needs some.
+            transports: name of a transport -> its options, for parts that need some, such as
+                ``{"shared-memory": {"directory": path}}``.
             max_slots: most assembled versions held in memory at a time.
             num_threads: threads that verify, copy and digest; None takes the usable cores.
 
