@@ -11,7 +11,6 @@ that in a queue, which is emptied where no call is under way: at the end of a tu
 
 import errno
 import gc
-import json
 import logging
 import os
 import threading
@@ -60,6 +59,7 @@ REMEMBERED = 32
 # later version can make them superfluous. The oldest go when there are more.
 UNSEEN = 4096
 _ANY = b""
+_NUMBERS = frozenset({int, float})
 _OVER = frozenset({State.REJECTED, State.RELEASED})
 _REPORTED = frozenset({Event.VERIFY, Event.TEAR})
 # How often garbage is collected for the sake of a rejected update whose tensors live on.
@@ -772,7 +772,7 @@ def _checked_evidence(
         raise MalformedManifest(msg) from error
     copied = plain({"proof": proof, "timings_ms": timings}, where="acknowledge")
     try:
-        json.dumps(copied, ensure_ascii=False).encode()
+        _encode_texts(copied)
     except UnicodeEncodeError as error:
         msg = (
             f"acknowledge: {error.object[error.start : error.end]!r} is half of a surrogate pair, "
@@ -781,6 +781,19 @@ def _checked_evidence(
         )
         raise MalformedManifest(msg) from error
     return copied["proof"], copied["timings_ms"]
+
+
+def _encode_texts(value: JSONValue) -> None:
+    """Encode every text in a JSON value, its keys included, for the error of one that cannot be."""
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, dict | list):
+        if isinstance(value, dict):
+            "".join(value).encode()
+            value = value.values()
+        for item in value:
+            if type(item) not in _NUMBERS:
+                _encode_texts(item)
 
 
 def _require_bytes(manifest: WeightUpdateManifest, attachment: Attachment) -> None:

@@ -195,6 +195,11 @@ class Frozen(BaseModel):
 _EXPECTED = "Input should be "  # as pydantic begins most of its messages
 
 
+def malformed(what: str, error: ValidationError, remedy: str = RESEND) -> MalformedManifest:
+    """Pydantic's error as one of ours, about `what`."""
+    return MalformedManifest(f"{what} {field_problem(error)}. {remedy}")
+
+
 def field_problem(error: ValidationError) -> str:
     """The first problem that pydantic found: which field, what was expected, what was given."""
     first = error.errors(include_url=False)[0]

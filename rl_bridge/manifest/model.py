@@ -43,8 +43,8 @@ from rl_bridge.manifest.canonical import (
     JSONValue,
     canonical_json,
     decode_json,
-    field_problem,
     freeze,
+    malformed,
     thaw,
 )
 from rl_bridge.manifest.digest import text_digest
@@ -126,7 +126,7 @@ class Manifest(Frozen):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise MalformedManifest(f"{self.KIND} {field_problem(error)}. {RESEND}") from error
+            raise malformed(self.KIND, error) from error
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -440,8 +440,7 @@ class WeightUpdateManifest(Manifest):
         try:
             return kind.model_validate(thaw(self.handle))
         except ValidationError as error:
-            msg = f"update {self.update_id}: handle {field_problem(error)}. {RESEND}"
-            raise MalformedManifest(msg) from error
+            raise malformed(f"update {self.update_id}: handle", error) from error
 
     def _header_but_digests(self) -> dict[str, JSONValue]:
         return {

@@ -18,7 +18,7 @@ from typing import Any, Self
 from pydantic import StrictBool, StrictInt, StrictStr, ValidationError
 
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
-from rl_bridge.manifest.canonical import Frozen, JSONValue, field_problem, freeze
+from rl_bridge.manifest.canonical import Frozen, JSONValue, freeze, malformed
 
 _SUPPORTED_KINDS = frozenset({"full-state", "replicated"})
 
@@ -51,11 +51,9 @@ class WeightLayout(Frozen):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            msg = (
-                f'weight layout (metadata["layout"]) {field_problem(error)}. Its fields are '
-                f"{', '.join(type(self).model_fields)}. Leave out what has its default."
-            )
-            raise MalformedManifest(msg) from error
+            names = ", ".join(type(self).model_fields)
+            remedy = f"Its fields are {names}. Leave out what has its default."
+            raise malformed('weight layout (metadata["layout"])', error, remedy) from error
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, JSONValue] | None) -> Self:

@@ -35,8 +35,8 @@ from rl_bridge.manifest.canonical import (
     JSONValue,
     canonical_json,
     decode_json,
-    field_problem,
     freeze,
+    malformed,
     thaw,
 )
 from rl_bridge.manifest.digest import ALGORITHM, DIGEST_NBYTES, RootPlan, text_digest
@@ -146,8 +146,7 @@ class Layout(Frozen):
             try:
                 layout = cls(**document)
             except ValidationError as error:
-                msg = f"{cls.KIND} {field_problem(error)}. {RESEND}"
-                raise MalformedManifest(msg) from error
+                raise malformed(cls.KIND, error) from error
             # Compared with what this layout writes: a loose number, another order or a default
             # that was left out would give one layout two texts.
             if layout.text != text:

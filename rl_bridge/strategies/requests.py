@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from rl_bridge.errors import DuplicateTensorName, MalformedManifest, ShapeMismatch
-from rl_bridge.manifest.canonical import canonical_json, decode_json, field_problem
+from rl_bridge.manifest.canonical import canonical_json, decode_json, malformed
 from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
@@ -154,7 +154,7 @@ class WeightUpdateRequest(BaseModel):
         try:
             return kind.model_validate(value)
         except ValidationError as error:
-            raise MalformedManifest(f"a request's {field_problem(error)}. {_REMEDY}") from error
+            raise malformed("a request's", error, _REMEDY) from error
 
 
 def columns_of(manifest: WeightUpdateManifest, names: Iterable[str]) -> dict[str, Any]:

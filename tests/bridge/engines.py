@@ -1,6 +1,7 @@
 """Updates, engines and adapters for the tests of bridges: each step can be watched, or fails."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ __all__ = [
     "Unseen",
     "bridge_of",
     "content",
+    "failing_at_first",
     "publish",
 ]
 
@@ -150,6 +152,20 @@ class OwnConsumer:
 
     def release(self, update_id: str) -> None:
         self.calls.append("release")
+
+
+def failing_at_first(
+    error: Exception, then: Callable[..., Any], *, times: int = 1
+) -> Callable[..., Any]:
+    """What fails so many times, and is another function from then on."""
+    left = [error] * times
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if left:
+            raise left.pop()
+        return then(*args, **kwargs)
+
+    return failing
 
 
 def fours(value: float) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 import errno
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from rl_bridge import (
 from rl_bridge.bridge.consumer import Consumer
 from rl_bridge.lifecycle import State
 from rl_bridge.memory.views import SegmentView
-from tests.bridge.engines import Recording, TwoVerbs, bridge_of, content, publish
+from tests.bridge.engines import Recording, TwoVerbs, bridge_of, content, failing_at_first, publish
 from tests.helpers import weights
 
 
@@ -32,17 +31,6 @@ def nobody_keeps_what_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def transport() -> str:
     """The one with slots, which a version that stays behind would hold."""
     return "shared-memory"
-
-
-def failing_from_here(error: Exception, times: int, then: Callable[..., Any]) -> Callable[..., Any]:
-    left = [error] * times
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if left:
-            raise left.pop()
-        return then(*args, **kwargs)
-
-    return failing
 
 
 def test_an_undo_behind_a_commit_that_failed_leaves_the_engine_torn(
@@ -102,7 +90,9 @@ def test_a_flip_whose_old_pages_cannot_be_refreshed_is_committed(
     executor.update_weights(publish(publisher, 1))
     with monkeypatch.context() as patched:
         error = OSError(errno.ENOMEM, "no")
-        patched.setattr(SegmentView, "refresh", failing_from_here(error, 2, SegmentView.refresh))
+        patched.setattr(
+            SegmentView, "refresh", failing_at_first(error, SegmentView.refresh, times=2)
+        )
         executor.update_weights(publish(publisher, 2))
     adapter.fails = True
     with pytest.raises(LookupError):
@@ -121,7 +111,7 @@ def test_a_shortage_while_the_old_version_is_released_does_not_keep_it(
     first = publish(publisher, 1)
     executor.update_weights(first)
     with monkeypatch.context() as patched:
-        failing = failing_from_here(MemoryError(), times, Consumer.release)
+        failing = failing_at_first(MemoryError(), Consumer.release, times=times)
         patched.setattr(Consumer, "release", failing)
         executor.update_weights(publish(publisher, 2))
     if times > 1:  # twice in a row: the next update sees to it

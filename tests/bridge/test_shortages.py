@@ -2,9 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,21 +19,10 @@ from rl_bridge.errors import (
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.places import CPUPlace
-from tests.bridge.engines import content, publish
+from tests.bridge.engines import content, failing_at_first, publish
 from tests.helpers import weights
 
 # ---- this side is short of something -------------------------------------------------------------
-
-
-def fails_once(error: Exception, then: Callable[..., Any]) -> Callable[..., Any]:
-    left = [error]
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if left:
-            raise left.pop()
-        return then(*args, **kwargs)
-
-    return failing
 
 
 @pytest.mark.parametrize(
@@ -58,7 +45,7 @@ def test_a_shortage_while_the_bytes_are_read_does_not_cost_the_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manifest = publish(publisher, 1)
-    monkeypatch.setattr(BytePlan, "digest", fails_once(error, BytePlan.digest))
+    monkeypatch.setattr(BytePlan, "digest", failing_at_first(error, BytePlan.digest))
     with pytest.raises(type(error)) as caught:
         consumer.import_update(manifest)
     assert caught.value is error
@@ -73,7 +60,7 @@ def test_a_shortage_while_an_update_is_attached_leaves_its_slot_free_for_the_nex
         make_weight_bridge("shared-memory") as consumer,
     ):
         manifest = publish(publisher, 1)
-        monkeypatch.setattr(CPUPlace, "plan", fails_once(MemoryError("no"), CPUPlace.plan))
+        monkeypatch.setattr(CPUPlace, "plan", failing_at_first(MemoryError("no"), CPUPlace.plan))
         with pytest.raises(MemoryError) as caught:
             consumer.import_update(manifest)
         publisher.release(manifest.update_id)
@@ -87,7 +74,7 @@ def test_a_kernel_without_room_for_a_lease_does_not_cost_the_update(
     with make_weight_bridge("shared-memory") as bridge:
         manifest = publish(bridge, 1)
         error = OSError(errno.ENOLCK, "no locks left")
-        patched = fails_once(error, leases.try_shared)
+        patched = failing_at_first(error, leases.try_shared)
         monkeypatch.setattr(leases, "try_shared", patched)
         with pytest.raises(OSError, match="no locks left"):
             bridge.import_update(manifest)
@@ -100,7 +87,7 @@ def test_a_shortage_while_a_named_segment_is_read_does_not_cost_the_update(
     with make_weight_bridge("shared-memory", directory=tmp_path) as bridge:
         manifest = publish(bridge, 1)
         error = OSError(errno.ENOMEM, "no memory left")
-        monkeypatch.setattr("rl_bridge.memory.vm.os.preadv", fails_once(error, os.preadv))
+        monkeypatch.setattr("rl_bridge.memory.vm.os.preadv", failing_at_first(error, os.preadv))
         with pytest.raises(WeightBridgeUnavailableError, match="no memory left"):
             bridge.import_update(manifest)
         assert content(bridge.import_update(manifest)) == content(weights(1))

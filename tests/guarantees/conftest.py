@@ -10,21 +10,6 @@ from rl_bridge import TensorBridge
 from rl_bridge.testing import BridgeOver, Child
 from tests.guarantees.kit import ADAPTERS, TRANSPORTS, Carrier, ModuleReplica, Replica
 
-# What the tests that start processes try in the ordinary run: memory that is shared, and sockets.
-# (The suite of each transport starts processes over it as well.)
-WITH_PROCESSES = {"shared-memory", "broadcast"}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave processes over every other transport to the full run."""
-    for item in items:
-        spec = getattr(item, "callspec", None)
-        starts = {"make_peer"} & set(getattr(item, "fixturenames", ()))
-        if spec is not None and (starts or "killed" in item.name):
-            other = spec.params.get("transport", "shared-memory") not in WITH_PROCESSES
-            if other and item.path.parent == Path(__file__).parent:
-                item.add_marker(pytest.mark.full)
-
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Carrier:

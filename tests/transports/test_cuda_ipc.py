@@ -2,11 +2,10 @@
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
 from rl_bridge.cuda import views as ipc_view
 from rl_bridge.cuda.devices import driver_at
@@ -22,7 +21,6 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
@@ -31,10 +29,10 @@ from rl_bridge.testing.faults import HostIPC, Locate, published_address
 from rl_bridge.testing.peer import BridgeOver, Peer, hashes, sample_weights
 from rl_bridge.testing.processes import Child
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.transports.cuda import CUDAIPC
 from tests.helpers import open_fds
+from tests.transports.cuda_rig import changed, publish, refuse_once, shown
 
-INVALID_HANDLE = "CUDA_ERROR_INVALID_HANDLE"
+INVALID_HANDLE, OPENING = "CUDA_ERROR_INVALID_HANDLE", "cuIpcOpenMemHandle"
 
 
 class TestOnHostMemory(TransportSuite):
@@ -66,40 +64,10 @@ def published(elsewhere: Child, version: int = 1) -> WeightUpdateManifest:
     return WeightUpdateManifest.from_json(text)
 
 
-def publish(trainer: BridgeOver, version: int = 1) -> WeightUpdateManifest:
-    return trainer.publish({"w": torch.full((300,), float(version))}, weight_version=version)
-
-
-def shown(rollout: BridgeOver, manifest: WeightUpdateManifest) -> set[float]:
-    return set(rollout.import_update(manifest)["w"].tolist())
-
-
-def changed(manifest: WeightUpdateManifest, **fields: Any) -> WeightUpdateManifest:
-    """The manifest with other fields in its arena's reference."""
-    handle: dict[str, Any] = thaw(manifest.handle)
-    handle["arena"] = handle["arena"] | fields
-    return manifest.model_copy(update={"handle": handle})
-
-
 def host() -> HostIPCDriver:
     driver = driver_at("host", None)
     assert isinstance(driver, HostIPCDriver)
     return driver
-
-
-def refuse_once(monkeypatch: pytest.MonkeyPatch, name: str, code: str) -> None:
-    """The driver refuses the next call of that name."""
-    inner: Callable[..., Any] = getattr(HostIPCDriver, name)
-    refused: list[str] = []
-
-    def call(driver: HostIPCDriver, *args: Any) -> Any:
-        if not refused:
-            refused.append(name)
-            calls = {"open_ipc": "cuIpcOpenMemHandle"}
-            raise driver_error(calls.get(name, name), code, "refused, as planned")
-        return inner(driver, *args)
-
-    monkeypatch.setattr(HostIPCDriver, name, call)
 
 
 @pytest.fixture
@@ -215,7 +183,7 @@ def test_a_slot_that_is_refused_or_cut_off_leaves_nothing(
     before = (host().num_plain(), set(open_fds()))
     for name in ("alloc", "ipc_handle"):
         with monkeypatch.context() as patch:
-            refuse_once(patch, name, "CUDA_ERROR_OUT_OF_MEMORY")
+            refuse_once(patch, HostIPCDriver, name, "CUDA_ERROR_OUT_OF_MEMORY")
             with pytest.raises(DriverError, match="refused, as planned"):
                 publish(trainer, 2)
         assert (host().num_plain(), set(open_fds())) == before
@@ -242,7 +210,7 @@ def test_a_runtime_that_rebuilds_no_handle_says_so_in_the_words_of_the_table(
     elsewhere: Child, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, before = published(elsewhere), set(open_fds())
-    refuse_once(monkeypatch, "open_ipc", INVALID_HANDLE)
+    refuse_once(monkeypatch, HostIPCDriver, "open_ipc", INVALID_HANDLE, call=OPENING)
     told = r"CUDA IPC handle reconstruction failed: .*INVALID_HANDLE.*Use cuda-vmm"
     with pytest.raises(TransportUnavailable, match=told) as kept:
         rollout.import_update(manifest)
@@ -258,7 +226,7 @@ def test_another_ipc_namespace_is_named_as_the_cause(
     manifest = published(elsewhere)
     mine = ipc_view.ipc_namespace()
     assert manifest.handle["arena"]["namespace"] == mine != 0
-    refuse_once(monkeypatch, "open_ipc", INVALID_HANDLE)
+    refuse_once(monkeypatch, HostIPCDriver, "open_ipc", INVALID_HANDLE, call=OPENING)
     with monkeypatch.context() as patch:
         patch.setattr(ipc_view, "ipc_namespace", lambda: mine + 1)
         with pytest.raises(TransportUnavailable, match=r"IPC namespace .*--ipc=host"):
@@ -314,28 +282,15 @@ def test_an_import_while_a_graph_is_captured_may_come_again(
     trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = publish(trainer)
-    refuse_once(monkeypatch, "size_at", CAPTURING)
+    refuse_once(monkeypatch, HostIPCDriver, "size_at", CAPTURING)
     with pytest.raises(TransportUnavailable, match="Let the capture of the CUDA graph end"):
         rollout.import_update(manifest)
     assert shown(rollout, manifest) == {1.0}
 
 
-def test_without_a_gpu_both_ends_and_the_probe_say_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("rl_bridge.transports.cuda.cuda_cause", lambda: "there is no GPU")
-    assert (CUDAIPC.probe().status, CUDAIPC.probe().cause) == ("blocked", "there is no GPU")
-    for open_end in (
-        lambda: CUDAIPC().publisher_end("a" * 32),
-        lambda: CUDAIPC().consumer_end("w", 0),
-    ):
-        with pytest.raises(TransportUnavailable, match="there is no GPU"):
-            open_end()
-
-
 def test_a_probe_passes_where_memory_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert HostIPC.probe().status == "pass"
-    refuse_once(monkeypatch, "ipc_handle", "CUDA_ERROR_NOT_SUPPORTED")
+    refuse_once(monkeypatch, HostIPCDriver, "ipc_handle", "CUDA_ERROR_NOT_SUPPORTED")
     assert "ipc_handle failed with CUDA_ERROR_NOT_SUPPORTED" in HostIPC.probe().cause
 
 
@@ -362,7 +317,7 @@ def test_an_arena_that_cannot_be_right_is_refused(
     told: str,
 ) -> None:
     with pytest.raises(error, match=told):
-        rollout.import_update(changed(published(elsewhere), **fields))
+        rollout.import_update(changed(published(elsewhere), "arena", **fields))
     assert host().num_plain() == (0, 0)
 
 
@@ -370,7 +325,7 @@ def test_a_handle_that_a_driver_calls_none_ends_the_update(
     elsewhere: Child, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = published(elsewhere)
-    refuse_once(monkeypatch, "open_ipc", INVALID_VALUE)
+    refuse_once(monkeypatch, HostIPCDriver, "open_ipc", INVALID_VALUE, call=OPENING)
     with pytest.raises(DriverError, match="refused, as planned"):
         rollout.import_update(manifest)
     assert rollout.update_status(manifest.update_id) == "rejected"

@@ -10,7 +10,7 @@ import torch
 from rl_bridge.cuda import streams
 from rl_bridge.cuda.broker import Broker
 from rl_bridge.cuda.devices import driver_at
-from rl_bridge.cuda.driver import INVALID_VALUE, driver_error
+from rl_bridge.cuda.driver import INVALID_VALUE
 from rl_bridge.cuda.host import HostDriver, Live
 from rl_bridge.errors import (
     DeadlineExceeded,
@@ -21,14 +21,13 @@ from rl_bridge.errors import (
     TransportUnavailable,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.manifest.canonical import thaw
-from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.testing import TransportSuite
 from rl_bridge.testing.faults import HostVMM, Locate, published_address
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.cuda import CUDAVMM
 from tests.helpers import open_fds
+from tests.transports.cuda_rig import changed, publish, refuse_once, shown
 
 
 class TestOnHostMemory(TransportSuite):
@@ -48,22 +47,6 @@ def rollout() -> Iterator[BridgeOver]:
         yield made
 
 
-def publish(trainer: BridgeOver, version: int = 1) -> WeightUpdateManifest:
-    return trainer.publish({"w": torch.full((300,), float(version))}, weight_version=version)
-
-
-def shown(rollout: BridgeOver, manifest: WeightUpdateManifest) -> set[float]:
-    """Which numbers the update has, once it is imported."""
-    return set(rollout.import_update(manifest)["w"].flatten().tolist())
-
-
-def changed(manifest: WeightUpdateManifest, part: str, **fields: Any) -> WeightUpdateManifest:
-    """The manifest with other fields in a part of its handle."""
-    handle: dict[str, Any] = thaw(manifest.handle)
-    handle[part] = handle[part] | fields
-    return manifest.model_copy(update={"handle": handle})
-
-
 def settled() -> Live:
     """What the process holds, whatever tests before left to be collected."""
     gc.collect()
@@ -76,20 +59,6 @@ def held() -> Live:
     return driver.live()
 
 
-def refuse_once(monkeypatch: pytest.MonkeyPatch, name: str, code: str) -> None:
-    """The driver refuses the next call of that name."""
-    inner: Callable[..., Any] = getattr(HostDriver, name)
-    refused: list[str] = []
-
-    def call(driver: HostDriver, *args: Any, **kwargs: Any) -> Any:
-        if not refused:
-            refused.append(name)
-            raise driver_error(name, code, "refused, as planned")
-        return inner(driver, *args, **kwargs)
-
-    monkeypatch.setattr(HostDriver, name, call)
-
-
 # ---- options ------------------------------------------------------------------------------------
 
 
@@ -97,17 +66,6 @@ def refuse_once(monkeypatch: pytest.MonkeyPatch, name: str, code: str) -> None:
 def test_a_device_that_is_no_number_of_one_is_refused(device: Any) -> None:
     with pytest.raises(ValueError, match="expected the number of a GPU, or None"):
         CUDAVMM(device=device)
-
-
-def test_without_a_gpu_both_ends_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_bridge.transports.cuda.cuda_cause", lambda: "there is no GPU")
-    for open_end in (
-        lambda: CUDAVMM().publisher_end("a" * 32),
-        lambda: CUDAVMM().consumer_end("w", 0),
-    ):
-        with pytest.raises(TransportUnavailable, match="there is no GPU") as caught:
-            open_end()
-        assert caught.value.transport == "cuda-vmm"
 
 
 # ---- what a publish leaves on the device --------------------------------------------------------
@@ -301,7 +259,7 @@ def test_a_driver_that_is_short_of_something_does_not_cost_the_update(
     trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     manifest, before = publish(trainer), held()
-    refuse_once(monkeypatch, name, "CUDA_ERROR_OUT_OF_MEMORY")
+    refuse_once(monkeypatch, HostDriver, name, "CUDA_ERROR_OUT_OF_MEMORY")
     with pytest.raises(WeightBridgeUnavailableError, match="import it again") as kept:
         rollout.import_update(manifest)
     # Whoever keeps the exception keeps its frames, and must not keep memory with them.
@@ -333,7 +291,7 @@ def test_a_slot_that_the_driver_refuses_leaves_nothing(
 ) -> None:
     publish(trainer)  # what is made once is there
     before = (held(), set(open_fds()))
-    refuse_once(monkeypatch, name, "CUDA_ERROR_OUT_OF_MEMORY")
+    refuse_once(monkeypatch, HostDriver, name, "CUDA_ERROR_OUT_OF_MEMORY")
     with pytest.raises(DriverError, match="refused, as planned"):
         publish(trainer, 2)
     assert (held(), set(open_fds())) == before
