@@ -218,3 +218,9 @@ def test_gaps_and_overlaps_are_found_wherever_they_are(data: st.DataObject) -> N
     overlap = find_overlap(some)
     assert (overlap is not None) == (sum(map(len, held)) > len(set().union(*held)))
     assert overlap is None or held[overlap[0]] & held[overlap[1]]
+
+
+def test_an_overlap_is_found_behind_many_boxes_that_have_none() -> None:
+    row = [box_of((at, 0), (1, 2)) for at in range(2000)]
+    assert find_overlap(row) is None
+    assert find_overlap([*row, box_of((1999, 1), (1, 1))]) == (1999, 2000)

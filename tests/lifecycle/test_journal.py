@@ -201,6 +201,7 @@ def test_a_forked_child_cannot_claim_in_its_parents_name(tmp_path: Path) -> None
         def claims() -> bool:
             with pytest.raises(BridgeClosed):
                 journal.reserve(2)
+            journal.close()
             return True
 
         assert forked(claims)

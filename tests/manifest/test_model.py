@@ -163,6 +163,8 @@ def test_a_manifest_says_what_it_is() -> None:
     assert manifest.tensors["bias"].checksum == manifest.digests[:16].hex()
     assert manifest.layout_digest == manifest.table.digest
     assert manifest.weight_layout == WeightLayout()
+    del vars(manifest)["weight_layout"]  # it is made again, from the metadata
+    assert manifest.weight_layout == WeightLayout()
     assert repr(manifest) == str(manifest)
     assert repr(manifest) == (
         f"<WeightUpdateManifest v3 shared-memory 3 tensors 50 bytes root={manifest.root[:12]} "
