@@ -420,10 +420,11 @@ class Consumer:
         known: _Update | None,
     ) -> None:
         """Refuse for good only what is wrong with the update: otherwise it may come again."""
-        # If nothing was attached, the manifest leads nowhere: perhaps an altered copy.
-        record.is_of_a_copy = record.attachment is None or not _is_as_published(
-            manifest, record.attachment
-        )
+        # If nothing was attached, the manifest leads nowhere: perhaps an altered copy. If another
+        # header was sealed with the bytes, it is one.
+        sealed = b"" if record.attachment is None else _sealed_header(record.attachment)
+        is_altered = bool(sealed) and sealed != manifest.header_digest
+        record.is_of_a_copy = record.attachment is None or is_altered
         if not is_shortage(error):
             if known is None:
                 self._refuse(record, describe(error), forget=True)
@@ -837,12 +838,6 @@ def require_header(
             f"was published{in_groups if LEAVES in manifest.table.rows else ''}."
         )
         raise DigestMismatch(msg)
-
-
-def _is_as_published(manifest: WeightUpdateManifest, attachment: Attachment) -> bool:
-    """Whether a manifest's header is the one that was sealed; True if nobody can tell."""
-    sealed = _sealed_header(attachment)
-    return not sealed or sealed == manifest.header_digest
 
 
 def _sealed_header(attachment: Attachment) -> bytes:

@@ -89,11 +89,6 @@ class LayoutCache(Generic[_Layout]):
                 self._layouts.move_to_end(digest)
             return layout
 
-    def clear(self) -> None:
-        """Forget all layouts."""
-        with self._lock:
-            self._layouts.clear()
-
 
 class Manifest(Frozen):
     """A manifest of either kind."""

@@ -184,7 +184,7 @@ class SlotConsumer(ConsumerEnd, Generic[_Handle]):
         self._plans: dict[tuple[str, torch.device], Pass] = {}
         self._is_closed = False
         # A bridge that is dropped instead of closed must not leave descriptors and mappings.
-        weakref.finalize(self, _abandon, os.getpid(), self._views, self._writers).atexit = False
+        weakref.finalize(self, _end, os.getpid(), self._views, self._writers).atexit = False
 
     _handle_type: type[_Handle]
 
@@ -259,14 +259,12 @@ class SlotConsumer(ConsumerEnd, Generic[_Handle]):
 
     def close(self) -> None:
         self._is_closed = True
-        self._views.close()
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
+        _end(os.getpid(), self._views, self._writers)
 
 
-def _abandon(pid: int, views: ViewCache, writers: dict[str, ControlWriter]) -> None:
+def _end(pid: int, views: ViewCache, writers: dict[str, ControlWriter]) -> None:
     if os.getpid() == pid:
         views.close()
         for writer in writers.values():
             writer.close()
+        writers.clear()

@@ -32,10 +32,6 @@ from rl_bridge.transports.base import (
 _PROBED = "0" * 31 + "1"  # the id of the update that the probe leases
 
 
-class SharedMemoryHandle(SlotHandle):
-    """The JSON handle: the segment that holds the slot."""
-
-
 class SharedMemory(Transport):
     """The ``shared-memory`` transport."""
 
@@ -147,23 +143,21 @@ class SharedPublisher(SlotPublisher):
             )
         )
 
-    def _handle(self, slot: Slot, control: SegmentRef) -> SharedMemoryHandle:
-        return SharedMemoryHandle(
-            slot=slot.segment.ref, control=control, generation=slot.generation
-        )
+    def _handle(self, slot: Slot, control: SegmentRef) -> SlotHandle:
+        return SlotHandle(slot=slot.segment.ref, control=control, generation=slot.generation)
 
 
-class _SharedConsumer(SlotConsumer[SharedMemoryHandle]):
-    _handle_type = SharedMemoryHandle
+class _SharedConsumer(SlotConsumer[SlotHandle]):
+    _handle_type = SlotHandle
 
-    def _pin(self, manifest: WeightUpdateManifest, handle: SharedMemoryHandle) -> Pin:
+    def _pin(self, manifest: WeightUpdateManifest, handle: SlotHandle) -> Pin:
         if handle.slot.kind != "memfd":
             return self._copy_in(manifest, handle)
         return self._views.pin(
             handle.slot, manifest.update_id, handle.generation, manifest.table.arena_nbytes
         )
 
-    def _copy_in(self, manifest: WeightUpdateManifest, handle: SharedMemoryHandle) -> Pin:
+    def _copy_in(self, manifest: WeightUpdateManifest, handle: SlotHandle) -> Pin:
         view = self._views.get(handle.slot)
         nbytes = manifest.table.arena_nbytes
         # The lease is held until the copy is done; a truncated file shortens a read, and nothing
@@ -190,7 +184,7 @@ class _SharedConsumer(SlotConsumer[SharedMemoryHandle]):
             raise SegmentError(msg)
         return pin
 
-    def _check(self, manifest: WeightUpdateManifest, handle: SharedMemoryHandle) -> None:
+    def _check(self, manifest: WeightUpdateManifest, handle: SlotHandle) -> None:
         room = handle.slot.nbytes - vm.PAGE
         if manifest.table.arena_nbytes > room:
             msg = (

@@ -1,13 +1,13 @@
 """Engines that are not left alone: untied, reloaded, updated under torch's global modes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge, TensorBridge
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeError
 from rl_bridge.memory.tensors import ModuleState
 from tests.bridge.engines import fours
@@ -16,12 +16,6 @@ Mode = Literal["copy", "alias", "flip"]
 
 
 MODES: list[Mode] = ["copy", "alias", "flip"]
-
-
-@pytest.fixture
-def trainer() -> Iterator[SharedMemoryTensorBridge]:
-    with SharedMemoryTensorBridge(source_worker="trainer", suspicious="off") as bridge:
-        yield bridge
 
 
 def executor_of(adapter: ModuleInstallAdapter) -> RolloutExecutor:
@@ -38,7 +32,7 @@ def tied(value: float) -> dict[str, torch.Tensor]:
 
 
 def test_two_objects_over_one_memory_that_part_later_are_both_updated(
-    trainer: SharedMemoryTensorBridge,
+    trainer: TensorBridge,
 ) -> None:
     memory = torch.zeros(4)
     engine = {"embed": memory, "head": memory.view(4)}
@@ -53,7 +47,7 @@ def test_two_objects_over_one_memory_that_part_later_are_both_updated(
 
 
 def test_two_objects_that_part_during_an_install_fail_the_proof(
-    trainer: SharedMemoryTensorBridge,
+    trainer: TensorBridge,
 ) -> None:
     memory = torch.zeros(4)
     engine = {"embed": memory, "head": memory.view(4)}
@@ -80,7 +74,7 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_updates_under_torchs_global_modes_leave_ordinary_parameters(
-    mode: Mode, context: str, trainer: SharedMemoryTensorBridge
+    mode: Mode, context: str, trainer: TensorBridge
 ) -> None:
     engine, source = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     for module in (engine, source):
@@ -101,9 +95,7 @@ def test_updates_under_torchs_global_modes_leave_ordinary_parameters(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_lazy_negative_of_one_element_fails_the_proof(
-    mode: Mode, trainer: SharedMemoryTensorBridge
-) -> None:
+def test_a_lazy_negative_of_one_element_fails_the_proof(mode: Mode, trainer: TensorBridge) -> None:
     engine = {"scale": torch.zeros(1)}
 
     class Negating(ModuleInstallAdapter):
@@ -135,7 +127,7 @@ class Picky(ModuleInstallAdapter):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_undo_goes_back_to_the_engine_as_it_was_then_not_as_a_refused_update_found_it(
-    mode: Mode, trainer: SharedMemoryTensorBridge
+    mode: Mode, trainer: TensorBridge
 ) -> None:
     engine = {"weight": torch.zeros(4)}
     adapter = Picky(engine, mode=mode)
@@ -153,7 +145,7 @@ def test_an_undo_goes_back_to_the_engine_as_it_was_then_not_as_a_refused_update_
 
 
 def test_a_held_version_does_not_show_what_the_engine_wrote_over_it(
-    trainer: SharedMemoryTensorBridge,
+    trainer: TensorBridge,
 ) -> None:
     engine = {"weight": torch.zeros(4)}
     executor = executor_of(ModuleInstallAdapter(engine, mode="flip"))
@@ -197,7 +189,7 @@ def test_an_update_may_untie_what_an_earlier_one_tied(mode: Any) -> None:
 
 
 def test_a_sparse_tensor_beside_the_updates_own_is_a_misfit(
-    trainer: SharedMemoryTensorBridge, rollout: SharedMemoryTensorBridge
+    trainer: TensorBridge, rollout: SharedMemoryTensorBridge
 ) -> None:
     engine = {**fours(0), "sparse": torch.zeros(3).to_sparse()}
     executor = RolloutExecutor(

@@ -12,7 +12,7 @@ import torch
 from rl_bridge import (
     ModuleInstallAdapter,
     RolloutExecutor,
-    SharedMemoryTensorBridge,
+    TensorBridge,
     WeightBridgeUnavailableError,
     make_weight_bridge,
 )
@@ -20,43 +20,33 @@ from rl_bridge.errors import IncompatibleUpdate, MalformedManifest
 from tests.bridge.engines import linear_weights
 
 
-@pytest.fixture
-def trainer() -> Iterator[SharedMemoryTensorBridge]:
-    with SharedMemoryTensorBridge(source_worker="trainer", suspicious="off") as bridge:
-        yield bridge
-
-
 def weights() -> dict[str, Any]:
     return {"w": torch.ones(2), "b": torch.ones(1)}
 
 
 @pytest.mark.parametrize("version", [np.int64(3), np.uint8(3), np.array(3), torch.tensor(3)])
-def test_an_integer_of_another_library_is_a_version(
-    version: Any, trainer: SharedMemoryTensorBridge
-) -> None:
+def test_an_integer_of_another_library_is_a_version(version: Any, trainer: TensorBridge) -> None:
     manifest = trainer.publish(weights(), weight_version=version)
     assert manifest.weight_version == 3
     assert type(manifest.weight_version) is int
 
 
 @pytest.mark.parametrize("version", [True, np.True_, 3.0, np.float32(3), "3", None, -1])
-def test_what_is_no_integer_of_0_or_more_is_no_version(
-    version: Any, trainer: SharedMemoryTensorBridge
-) -> None:
+def test_what_is_no_integer_of_0_or_more_is_no_version(version: Any, trainer: TensorBridge) -> None:
     with pytest.raises(MalformedManifest, match="expected an int of 0 or more"):
         trainer.publish(weights(), weight_version=version)
 
 
 @pytest.mark.parametrize("version", [2**63, 2**64, 10**5000], ids=["63", "64", "many"])
 def test_a_version_that_no_manifest_can_carry_is_told_before_anything_is_copied(
-    version: int, trainer: SharedMemoryTensorBridge
+    version: int, trainer: TensorBridge
 ) -> None:
     with pytest.raises(MalformedManifest, match=r"below 2\*\*63"):
         trainer.publish(weights(), weight_version=version)
     trainer.publish(weights(), weight_version=2**63 - 1)
 
 
-def test_what_holds_no_names_is_not_trainable(trainer: SharedMemoryTensorBridge) -> None:
+def test_what_holds_no_names_is_not_trainable(trainer: TensorBridge) -> None:
     names: Any = 5
     with pytest.raises(IncompatibleUpdate, match=r"trainable=5 holds no names"):
         trainer.publish(weights(), weight_version=1, trainable=names)
@@ -64,7 +54,7 @@ def test_what_holds_no_names_is_not_trainable(trainer: SharedMemoryTensorBridge)
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.int64(7), torch.tensor(0.5)])
 def test_a_number_of_another_library_in_the_metadata_is_told_of_item(
-    value: Any, trainer: SharedMemoryTensorBridge
+    value: Any, trainer: TensorBridge
 ) -> None:
     with pytest.raises(MalformedManifest, match=r"metadata\.loss.*\.item\(\) gives a plain number"):
         trainer.publish(weights(), weight_version=1, metadata={"loss": value})
@@ -72,7 +62,7 @@ def test_a_number_of_another_library_in_the_metadata_is_told_of_item(
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_refused_by_name(trainer: SharedMemoryTensorBridge) -> None:
+def test_a_nested_tensor_is_refused_by_name(trainer: TensorBridge) -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     with pytest.raises(WeightBridgeUnavailableError, match="'w' is a nested tensor"):
         trainer.publish({"w": nested}, weight_version=1)
@@ -87,7 +77,7 @@ def test_a_nested_tensor_is_refused_by_name(trainer: SharedMemoryTensorBridge) -
     ],
 )
 def test_a_trainable_that_is_no_collection_of_names_is_refused(
-    trainable: Any, message: str, trainer: SharedMemoryTensorBridge
+    trainable: Any, message: str, trainer: TensorBridge
 ) -> None:
     with pytest.raises(IncompatibleUpdate, match=message):
         trainer.publish(weights(), weight_version=1, trainable=trainable)
@@ -102,7 +92,7 @@ def test_a_trainable_that_is_no_collection_of_names_is_refused(
     ],
 )
 def test_what_is_no_tensor_is_refused_with_what_to_publish_instead(
-    source: Any, remedy: str, trainer: SharedMemoryTensorBridge
+    source: Any, remedy: str, trainer: TensorBridge
 ) -> None:
     with pytest.raises(IncompatibleUpdate, match=remedy):
         trainer.publish(source, weight_version=1)
@@ -114,27 +104,27 @@ def reusing(buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def test_a_buffer_that_an_iterator_uses_for_several_tensors_is_refused(
-    trainer: SharedMemoryTensorBridge,
+    trainer: TensorBridge,
 ) -> None:
     with pytest.raises(IncompatibleUpdate, match=r"'w0' was written to after .* buffer\.clone"):
         trainer.publish(reusing(torch.zeros(4)), weight_version=1)
     trainer.publish(((n, t.clone()) for n, t in reusing(torch.zeros(4))), weight_version=1)
 
 
-def test_a_tied_tensor_of_an_iterator_is_a_tie(trainer: SharedMemoryTensorBridge) -> None:
+def test_a_tied_tensor_of_an_iterator_is_a_tie(trainer: TensorBridge) -> None:
     tied = torch.ones(2)
     manifest = trainer.publish(iter([("a", tied), ("b", tied)]), weight_version=1)
     assert manifest.total_nbytes == 8
 
 
-def test_an_iterator_of_inference_tensors_is_taken(trainer: SharedMemoryTensorBridge) -> None:
+def test_an_iterator_of_inference_tensors_is_taken(trainer: TensorBridge) -> None:
     with torch.inference_mode():
         made = [("a", torch.ones(2))]
     assert trainer.publish(iter(made), weight_version=1).total_nbytes == 8
 
 
 def test_a_module_is_published_without_its_state_dict_being_made(
-    trainer: SharedMemoryTensorBridge, monkeypatch: pytest.MonkeyPatch
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     expected = list(model.state_dict())
@@ -145,7 +135,7 @@ def test_a_module_is_published_without_its_state_dict_being_made(
 
 @pytest.mark.parametrize("where", ["_parameters", "_buffers"])
 def test_what_was_put_into_a_module_by_hand_and_is_no_tensor_is_refused(
-    where: str, trainer: SharedMemoryTensorBridge
+    where: str, trainer: TensorBridge
 ) -> None:
     model = torch.nn.Linear(2, 2)
     getattr(model, where)["odd"] = 1.0
@@ -153,7 +143,7 @@ def test_what_was_put_into_a_module_by_hand_and_is_no_tensor_is_refused(
         trainer.publish(model, weight_version=1)
 
 
-def test_a_published_module_is_not_kept(trainer: SharedMemoryTensorBridge) -> None:
+def test_a_published_module_is_not_kept(trainer: TensorBridge) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     gone = weakref.ref(model[0])
     trainer.publish(model, weight_version=1)

@@ -34,6 +34,7 @@ from rl_bridge.manifest.digest import LEAF_NBYTES, text_digest
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.group_layout import GroupLayout
+from rl_bridge.manifest.model import LayoutCache
 from rl_bridge.manifest.parallel import Placement
 from tests.groups.meshes import Shards, cut, flat_cut, model, numbered, placed
 from tests.groups.rig import trainers
@@ -116,7 +117,7 @@ def test_the_update_part_is_small_and_needs_the_layout() -> None:
     made = manifest()
     small = made.to_json(layout=False)
     assert GroupManifest.from_json(small + "\n") == made
-    GroupManifest.known_layouts.clear()
+    GroupManifest.known_layouts = LayoutCache(8)  # as in another process
     with pytest.raises(LayoutUnknown, match="Send one full manifest"):
         GroupManifest.from_json(small)
     assert GroupManifest.from_json(made.to_json()) == made
