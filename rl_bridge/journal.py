@@ -117,10 +117,16 @@ class Journal:
     def _take_lock(self, directory: Path) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             msg = (
                 f"another live publisher uses the state directory {directory}. Stop it first, or "
                 "give this publisher a directory of its own."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
+        except OSError as error:
+            msg = (
+                f"the state directory {directory} cannot be locked: {error}. Put it on a file "
+                "system of this machine."
             )
             raise WeightBridgeUnavailableError(msg) from error
 

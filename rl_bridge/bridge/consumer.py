@@ -9,7 +9,6 @@ thread, in the middle of a call or under somebody else's lock. Its finalizer the
 that in a queue, which is emptied where no call is under way: at the end of a turn, or at once.
 """
 
-import errno
 import gc
 import logging
 import os
@@ -48,6 +47,7 @@ from rl_bridge.manifest.group import AnyManifest
 from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
+from rl_bridge.memory.segment import SHORTAGE_NUMBERS
 from rl_bridge.memory.views import Attachment, ImportedTensors, Pin
 from rl_bridge.transports.base import ConsumerEnd, Transport
 
@@ -67,9 +67,6 @@ _COLLECTIONS = 2
 # Messages of Python and of torch's allocator of CPU memory: their errors have no own types.
 _SHORTAGE_TEXTS = ("can't start new thread", "can't allocate memory")
 _SHORTAGES = (MemoryError, torch.OutOfMemoryError, WeightBridgeUnavailableError, DeadlineExceeded)
-_SHORTAGE_NUMBERS = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EAGAIN}
-)
 
 
 class Order:
@@ -678,6 +675,7 @@ class PlainConsumer:
     ) -> Mapping[str, torch.Tensor]:
         """Import and verify one complete version."""
         del reads
+        self._acknowledged = None  # what it said of this update, it said of an earlier install
         return self._bridge.import_update(manifest)
 
     def acknowledge(
@@ -854,5 +852,5 @@ def is_shortage(error: BaseException) -> bool:
         return error.code != INVALID_VALUE  # that is how a driver names a descriptor of no memory
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGE_TEXTS):
         return True
-    is_refused = isinstance(error, OSError) and error.errno in _SHORTAGE_NUMBERS
+    is_refused = isinstance(error, OSError) and error.errno in SHORTAGE_NUMBERS
     return is_refused or isinstance(error, _SHORTAGES)

@@ -30,6 +30,7 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
     describe,
 )
+from rl_bridge.installers.arguments import require_plain
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.wrapped import Version, as_transactional
 from rl_bridge.interrupts import deferred_interrupts
@@ -343,6 +344,8 @@ def _checked_bridge(given: object) -> WeightConsumer:
         what = f"the str {given!r}"
         remedy = f"Pass make_weight_bridge({given!r}), or weight_transport={given!r} instead"
     elif isinstance(given, WeightConsumer) and all(callable(getattr(given, v)) for v in _VERBS):
+        for verb in _VERBS:
+            require_plain(getattr(given, verb), f"weight_bridge: {type(given).__name__}.{verb}")
         return given
     else:
         lacking = [verb for verb in _VERBS if not callable(getattr(given, verb, None))]

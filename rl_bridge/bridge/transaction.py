@@ -5,6 +5,7 @@ back. An exception is taken back at once. What stops a call is not: a second Ctr
 It leaves an engine torn whose install has begun, and an engine as it was whose install has not.
 """
 
+import asyncio
 import logging
 import resource
 import time
@@ -141,8 +142,8 @@ class Transaction:
         try:
             for step in steps:
                 step()
-        except Exception as error:
-            self.end(error)
+        except (Exception, asyncio.CancelledError) as error:
+            self.end(error)  # a task that was cancelled has the time to undo
             raise
         except BaseException as error:
             self.cut_off(error)

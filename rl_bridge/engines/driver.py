@@ -229,7 +229,7 @@ class EngineDriver(TransactionalAdapter):
         try:
             if self._step is _Step.PREPARED:
                 self._step, self._manifest = _Step.IDLE, None
-                self._client.ask("abandon", reason=self._refusal)
+                self._client.ask("abandon", within_s=_LIFE_S, reason=self._refusal)
         finally:
             self._serving.end_pause()
 

@@ -19,7 +19,7 @@ import torch
 
 from rl_bridge.engines.load_plan import LoadPlan, Route
 from rl_bridge.engines.skeleton import Target
-from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.tensors import not_plain
@@ -221,7 +221,8 @@ def check_budget(needed: int, budget: int | None, version: int, what: str = STAG
             f"version {version}: {what} takes {needed} bytes more, "
             f"{whose} {given}. Free memory, or give the engine's caches less."
         )
-        raise IncompatibleUpdate(msg)
+        # Of what the machine has there may be more the next time.
+        raise WeightBridgeUnavailableError(msg) if budget is None else IncompatibleUpdate(msg)
 
 
 # ---- making the next version --------------------------------------------------------------------

@@ -67,6 +67,27 @@ def checked_quiesce(quiesce: Quiesce) -> Quiesce:
     raise TypeError(msg)
 
 
+def require_plain(method: object, what: str) -> None:
+    """Refuse a method that returns before it has done anything: a coroutine's, or a generator.
+
+    Raises:
+        TypeError: it is one.
+
+    """
+    kinds = {
+        "async def": inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method),
+        "a generator": inspect.isgeneratorfunction(method),
+    }
+    for kind, is_one in kinds.items():
+        if is_one:
+            msg = (
+                f"{what} is {kind}, expected a plain function: a call of it would do nothing. "
+                "Wait inside of it for what is asynchronous, such as by "
+                "asyncio.run_coroutine_threadsafe(...).result(timeout)."
+            )
+            raise TypeError(msg)
+
+
 def _kind(item: object) -> str:
     if isinstance(item, type):
         return f"the class {item.__name__}"

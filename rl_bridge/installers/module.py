@@ -116,10 +116,19 @@ class _CopyMode(_Mode):
         self._snapshot: Snapshot | None = None
 
     def prepare(self, update: _Update, *, is_first: bool) -> None:
+        can_undo = self._can_undo(update.manifest.table)
         if is_first:
             self._snapshot = None
-            if not self._can_undo(update.manifest.table):
+            if not can_undo:
                 self._snapshot = Snapshot(self.memory.engine, num_threads=self.num_threads)
+        elif self._snapshot is None and not can_undo:
+            # The engine is a mixture now: it is too late for a copy of it.
+            msg = (
+                f"version {update.manifest.weight_version} has tensors that the retained version "
+                "does not have, and the engine is torn: an undo could not bring them back. Call "
+                "recover() first."
+            )
+            raise IncompatibleUpdate(msg)
 
     def _can_undo(self, newer: TensorTable) -> bool:
         """Whether the retained version has every tensor of a layout, in a published segment."""
@@ -505,8 +514,28 @@ class ModuleInstallAdapter(TransactionalAdapter):
             self.prepare(manifest, tensors)
         assert self._update is not None
         with self._quiet():
+            if not self._is_dirty:
+                self._require_as_matched(self._update)
             self._is_dirty = True
             self._mode.install(self._update)
+
+    def _require_as_matched(self, update: _Update) -> None:
+        """Refuse an engine whose tensors moved since `prepare`: old addresses may be anybody's.
+
+        Raises:
+            WeightBridgeUnavailableError: they did; nothing of the engine was touched.
+
+        """
+        bound = update.bound
+        if bound.holds_objects(self._memory.tensors()) and bound.is_as_matched():
+            return
+        self._end()  # an undo has nothing to take back
+        msg = (
+            f"the engine's tensors were moved or replaced between prepare and install of version "
+            f"{update.manifest.weight_version}. Do not offload or rebind them in between, nor in "
+            "quiesce=; install the update again."
+        )
+        raise WeightBridgeUnavailableError(msg)
 
     def prove(self) -> InstallProof:
         """Read what the engine really holds.

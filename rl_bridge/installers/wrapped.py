@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
-from rl_bridge.installers.arguments import Engine
+from rl_bridge.installers.arguments import Engine, require_plain
 from rl_bridge.installers.base import (
     InstallProof,
     TransactionalAdapter,
@@ -117,6 +117,7 @@ class WrappedAdapter(TransactionalAdapter):
         self._fitted = False  # the engine's tensors were those of the pending version
         self._copied: tuple[Snapshot, str, Engine] | None = None  # with the attribute and engine
         self._has_begun = False
+        self._written: set[str] = set()  # tensors that installs since the last commit brought
         self._warn()
 
     def _look(self) -> None:
@@ -198,6 +199,7 @@ class WrappedAdapter(TransactionalAdapter):
         """Install through the adapter."""
         self._has_begun = True
         self._pending = (manifest, tensors)
+        self._written.update(manifest.table.rows)
         self.adapter.install(manifest, tensors)
 
     def prove(self) -> InstallProof:
@@ -247,6 +249,7 @@ class WrappedAdapter(TransactionalAdapter):
                 setattr(self.adapter, name, engine)  # the install replaced it
             self._bring_published_back()
         elif self._previous is not None:
+            self._require_covered(self._previous[0])
             _require_unwritten(*self._previous, num_threads=self._num_threads)
             self.adapter.install(*self._previous)
         else:
@@ -257,9 +260,21 @@ class WrappedAdapter(TransactionalAdapter):
             raise TornEngine(msg)
         self._end()
 
+    def _require_covered(self, previous: WeightUpdateManifest) -> None:
+        """Make sure that installing the previous version replaces whatever was written since."""
+        missing = sorted(self._written - previous.table.rows.keys())
+        if missing:
+            msg = (
+                f"the undo would install version {previous.weight_version} again, which does not "
+                f"have {missing[0]!r} ({len(missing)} tensors of the failed update). Publish "
+                f"whole versions, or add undo() to the adapter. {_SHOW_IT}."
+            )
+            raise TornEngine(msg)
+
     def _end(self) -> None:
         self._pending = self._copied = None
         self._has_begun = False
+        self._written.clear()
 
     def _bring_published_back(self) -> None:
         """What the engine wrote over its version before the install must not come back as that.
@@ -366,6 +381,7 @@ def _require_signatures(adapter: object, *more: str) -> None:
         method = getattr(adapter, verb, None)
         if not callable(method):
             continue
+        require_plain(method, f"weight_install_adapter: {type(adapter).__name__}.{verb}")
         try:
             signature = inspect.signature(method)
         except ValueError:

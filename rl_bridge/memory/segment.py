@@ -93,9 +93,13 @@ class SegmentRef(BaseModel):
     name: StrictStr = ""
 
 
+SHORTAGE_NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EAGAIN})
+"""What the kernel says if this machine is short of something: the update itself is all right."""
+
+
 def require_resources(error: OSError) -> None:
     """Tell this process's own shortage from a segment that is gone."""
-    if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}:
+    if error.errno in SHORTAGE_NUMBERS:
         msg = (
             f"this process cannot open or map shared memory now: {error}. Free some and try again."
         )
@@ -197,9 +201,12 @@ class OwnedSegment:
             seals = _SIZE_SEALS if writers else _DATA_SEALS
             return cls(name, nbytes, directory=directory, seals=seals)
         except (OSError, WeightBridgeUnavailableError) as error:
-            remedy = (
-                "Free memory" if directory is None else "Choose a directory= on a tmpfs with room"
-            )
+            if getattr(error, "errno", None) in {errno.EMFILE, errno.ENFILE}:
+                remedy = "Close files, or raise the limit of this process (ulimit -n)"
+            elif directory is None:
+                remedy = "Free memory"
+            else:
+                remedy = "Choose a directory= on a tmpfs with room"
             msg = (
                 f"cannot make shared memory {name!r} of {nbytes} bytes: {error}. {remedy}, or "
                 "lower max_slots."
@@ -208,8 +215,9 @@ class OwnedSegment:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has its size still; only a named file can be cut off."""
-        return os.fstat(self.fd).st_size == self.nbytes
+        """Whether it has its size and its name still: a named file can be cut off or removed."""
+        found = os.fstat(self.fd)
+        return found.st_size == self.nbytes and (self.ref.kind != "file" or found.st_nlink > 0)
 
     def close(self) -> None:
         """Unmap and close; the memory goes with its last reader."""

@@ -70,15 +70,18 @@ class SlotPublisher(PublisherEnd):
         self._num_threads = num_threads
         self._is_closed = False
         self._ring = SlotRing(self._make_slot, limit=max_slots, name_holders=self._holders)
-        self._control = ControlReader(
-            OwnedSegment.make(
-                f"{self._label}-control",
-                control_nbytes(max_consumers),
-                directory=directory,
-                writers=True,
-            ),
-            publisher_id,
+        self._publisher_id = publisher_id
+        self._max_consumers = max_consumers
+        self._control = self._make_control()
+
+    def _make_control(self) -> ControlReader:
+        segment = OwnedSegment.make(
+            f"{self._label}-control",
+            control_nbytes(self._max_consumers),
+            directory=self._directory,
+            writers=True,
         )
+        return ControlReader(segment, self._publisher_id)
 
     @abstractmethod
     def _make_slot(self, arena_nbytes: int) -> Slot:
@@ -126,6 +129,10 @@ class SlotPublisher(PublisherEnd):
             SegmentError: no memory for another one.
 
         """
+        if not self._control.segment.is_whole:  # somebody cleaned directory= up
+            _LOG.warning("the files in %s were removed: they are made anew", self._directory)
+            gone, self._control = self._control, self._make_control()
+            gone.close()
         slot = self._ring.acquire(table.arena_nbytes)
         try:
             if slot.layout_digest != table.digest:

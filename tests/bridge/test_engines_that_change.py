@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge, TensorBridge
-from rl_bridge.errors import IncompatibleUpdate, WeightBridgeError
+from rl_bridge.errors import (
+    IncompatibleUpdate,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.memory.tensors import ModuleState
+from rl_bridge.remote import TwoPhaseExecutor
 from tests.bridge.engines import fours
 
 Mode = Literal["copy", "alias", "flip"]
@@ -205,3 +210,28 @@ def test_a_state_dict_patched_on_the_module_itself_is_seen() -> None:
     assert list(state.tensors()) == ["weight", "bias"]
     setattr(module, "state_dict", lambda *_, **__: {"weight": module.weight})  # noqa: B010 - as wrappers do it, against torch's stubs
     assert list(state.tensors()) == ["weight"]
+
+
+@pytest.mark.parametrize("is_reused", [False, True], ids=["freed", "somebody else's now"])
+def test_tensors_that_moved_between_prepare_and_install_are_not_written_through_old_addresses(
+    trainer: SharedMemoryTensorBridge, *, is_reused: bool
+) -> None:
+    engine = torch.nn.Linear(1 << 12, 1, bias=False)
+    source = torch.nn.Linear(1 << 12, 1, bias=False)
+    executor = TwoPhaseExecutor(
+        weight_bridge=SharedMemoryTensorBridge(source_worker="rollout"),
+        weight_install_adapter=ModuleInstallAdapter(engine),
+    )
+    manifest = trainer.publish(source, weight_version=1)
+    executor.import_weights(manifest)
+    executor.prepare_weights(manifest)
+    before = engine.weight.detach().clone()
+    old = engine.weight.data if is_reused else None
+    engine.weight.data = engine.weight.data.clone()  # as an offload and a wake-up do
+    with pytest.raises(WeightBridgeUnavailableError, match="moved or replaced between prepare"):
+        executor.commit_weights(manifest)
+    assert torch.equal(engine.weight, before)
+    assert old is None or torch.equal(old, before)
+    assert not executor.is_torn
+    executor.update_weights(manifest)
+    assert torch.equal(engine.weight, source.weight)

@@ -1,8 +1,10 @@
 """Updates that fail: undone to the byte, reported to everybody, and nothing held."""
 
+import asyncio
 from typing import Any
 
 import pytest
+import torch
 
 from rl_bridge import (
     ModuleInstallAdapter,
@@ -11,11 +13,13 @@ from rl_bridge import (
     TensorBridge,
     make_weight_bridge,
 )
-from rl_bridge.errors import ProofFailed, WeightBridgeError
+from rl_bridge.errors import ProofFailed, TornEngine, WeightBridgeError
 from rl_bridge.lifecycle import State
 from tests.bridge.engines import (
     OwnConsumer,
     Recording,
+    TwoVerbs,
+    Unseen,
     bridge_of,
     content,
     fours,
@@ -203,3 +207,57 @@ def test_a_release_that_the_adapter_refuses_is_told_and_done(
     assert caught.value is own
     assert bridge_of(executor).update_status(manifest.update_id) == "released"
     assert executor.active_weight_update_id is None
+
+
+def test_an_install_that_fails_when_a_version_comes_again_over_a_bridge_of_ones_own_is_undone(
+    trainer: TensorBridge, rollout: TensorBridge
+) -> None:
+    adapter = TwoVerbs({name: torch.zeros_like(one) for name, one in linear_weights(0).items()})
+    executor = RolloutExecutor(weight_bridge=OwnConsumer(rollout), weight_install_adapter=adapter)
+    manifest = trainer.publish(linear_weights(1), weight_version=1)
+    executor.update_weights(manifest)
+    executor.release_weights()
+    for tensor in adapter.engine.values():
+        tensor.fill_(-1)
+    before = content(adapter.engine)
+    adapter.fails_after = 1
+    with pytest.raises(LookupError):
+        executor.update_weights(manifest)
+    assert content(adapter.engine) == before
+
+
+def test_a_previous_version_without_all_tensors_of_the_failed_one_is_no_undo(
+    trainer: TensorBridge, rollout: TensorBridge
+) -> None:
+    whole = {"a": torch.ones(2), "b": torch.ones(2)}
+    adapter = Unseen({name: torch.zeros(2) for name in whole})
+    executor = RolloutExecutor(weight_bridge=rollout, weight_install_adapter=adapter)
+    executor.update_weights(trainer.publish(whole, weight_version=1))
+    executor.update_weights(trainer.publish({"a": torch.full((2,), 2.0)}, weight_version=2))
+
+    def install(manifest: Any, tensors: Any) -> None:
+        TwoVerbs.install(adapter, manifest, tensors)
+        raise LookupError
+
+    adapter.install = install  # type: ignore[method-assign]
+    with pytest.raises(TornEngine, match="does not have 'b'"):
+        executor.update_weights(
+            trainer.publish({name: torch.full((2,), 3.0) for name in whole}, weight_version=3)
+        )
+    assert executor.is_torn
+
+
+def test_an_update_of_a_task_that_was_cancelled_is_undone_and_may_come_again(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    executor.update_weights(publish(publisher, 1))
+    before = content(adapter.engine)
+    adapter.fails = {"install": asyncio.CancelledError()}
+    manifest = publish(publisher, 2)
+    with pytest.raises(asyncio.CancelledError):
+        executor.update_weights(manifest)
+    assert content(adapter.engine) == before
+    assert executor.active_weight_version == 1
+    adapter.fails = {}
+    executor.update_weights(manifest)
+    assert executor.active_weight_version == 2

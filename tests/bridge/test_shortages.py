@@ -81,6 +81,19 @@ def test_a_kernel_without_room_for_a_lease_does_not_cost_the_update(
         assert content(bridge.import_update(manifest)) == content(weights(1))
 
 
+def test_a_kernel_without_room_for_a_record_does_not_cost_the_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with make_weight_bridge("shared-memory") as publisher:
+        manifest = publish(publisher, 1)
+        with make_weight_bridge("shared-memory") as consumer:
+            error = OSError(errno.ENOLCK, "no locks left")
+            monkeypatch.setattr(leases, "try_exclusive", fails_once(error, leases.try_exclusive))
+            with pytest.raises(WeightBridgeUnavailableError, match="no locks left"):
+                consumer.import_update(manifest)
+            assert content(consumer.import_update(manifest)) == content(weights(1))
+
+
 def test_a_shortage_while_a_named_segment_is_read_does_not_cost_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

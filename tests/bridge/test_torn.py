@@ -1,13 +1,16 @@
 """Torn: install and undo both failed. The engine must not serve until it is whole again."""
 
 import pytest
+import torch
 
 from rl_bridge import (
+    ModuleInstallAdapter,
     RolloutExecutor,
     TensorBridge,
     WeightUpdateManifest,
 )
 from rl_bridge.errors import (
+    IncompatibleUpdate,
     StaleUpdate,
     TornEngine,
     WeightUpdateRejectedError,
@@ -224,3 +227,32 @@ def test_an_update_that_is_released_meanwhile_tears_the_engine_all_the_same(
     version = 3 if is_healed_by_another else 1
     assert executor.active_weight_version == version
     assert content(adapter.engine) == content(weights(version))
+
+
+def test_a_torn_engine_is_not_given_tensors_that_no_undo_could_bring_back(
+    trainer: TensorBridge, rollout: TensorBridge
+) -> None:
+    engine = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    adapter = ModuleInstallAdapter(engine, strict=False)
+    executor = RolloutExecutor(weight_bridge=rollout, weight_install_adapter=adapter)
+
+    def update(version: int, *names: str) -> None:
+        sent = {name: torch.full((2,), float(version)) for name in names}
+        executor.update_weights(trainer.publish(sent, weight_version=version))
+
+    update(1, "a", "b")
+    update(2, "a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter, "prove", fails)
+        patch.setattr(adapter, "undo", fails)
+        with pytest.raises(TornEngine):
+            update(3, "a")
+    with pytest.raises(IncompatibleUpdate, match="recover"):
+        update(4, "a", "b")
+    executor.recover()
+    assert executor.active_weight_version == 2
+    assert {name: one.tolist() for name, one in engine.items()} == {"a": [2, 2], "b": [1, 1]}
+
+
+def fails() -> None:
+    raise OWN

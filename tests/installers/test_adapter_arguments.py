@@ -196,3 +196,33 @@ def test_a_method_that_cannot_be_called_is_refused_when_the_executor_is_made(
 
 def test_a_method_with_free_parameters_is_accepted() -> None:
     assert as_transactional(Free()) is not None
+
+
+@pytest.mark.parametrize("verb", ["install", "undo", "prove"])
+@pytest.mark.parametrize("kind", ["async def", "generator"])
+def test_methods_that_return_before_they_have_done_anything_are_refused(
+    verb: str, kind: str
+) -> None:
+    async def waits(*_: object) -> None: ...
+
+    def yields(*_: object) -> Iterator[None]:
+        yield
+
+    adapter = Good()
+    setattr(adapter, verb, waits if kind == "async def" else yields)
+    with pytest.raises(TypeError, match=rf"Good\.{verb} is .*{kind}, expected a plain function"):
+        as_transactional(adapter)
+
+
+def test_a_bridge_with_coroutines_for_verbs_is_refused() -> None:
+    class Waiting:
+        async def import_update(self, manifest: object) -> None: ...
+
+        async def acknowledge(self, update_id: str) -> None: ...
+
+        async def reject(self, update_id: str, reason: str) -> None: ...
+
+        async def release(self, update_id: str) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Waiting\.import_update is async def"):
+        RolloutExecutor(weight_bridge=Waiting(), weight_install_adapter=Good())  # type: ignore[arg-type]  # that is what is tried

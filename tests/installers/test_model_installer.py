@@ -16,7 +16,12 @@ from rl_bridge.engines.sglang import host
 from rl_bridge.engines.sglang.host import SGLangModelInstaller
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.staging import Exchange
-from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
+from rl_bridge.errors import (
+    IncompatibleUpdate,
+    ProofFailed,
+    TornEngine,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.installers.snapshot import Snapshot
 from rl_bridge.memory import vm
 
@@ -267,6 +272,16 @@ def test_parameters_that_somebody_looks_at_count_twice(
         driver.update(1)
     driver.installer = ModelInstaller(driver.model, compat, memory_budget_nbytes=needed)
     driver.update(2)
+
+
+def test_memory_that_the_machine_does_not_have_just_now_rejects_nothing(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(vm, "available_memory", lambda: 1)
+        with pytest.raises(WeightBridgeUnavailableError, match="the machine has 1"):
+            driver.update(1)
+    driver.update(1)
 
 
 def test_parameters_made_in_inference_mode_are_refused_before_the_pause(driver: Driver) -> None:

@@ -1,5 +1,7 @@
 """The journal: a number is never handed out twice, whatever happens to the publisher."""
 
+import errno
+import fcntl
 import gc
 import json
 import os
@@ -333,3 +335,14 @@ def test_four_threads_that_claim_at_once_stay_monotonic(tmp_path: Path) -> None:
             thread.join(60)
         assert len(taken) == len(set(taken)), "a number was handed out twice"
         assert journal.last_version == max(taken) == 12
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_publisher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(WeightBridgeUnavailableError, match=r"cannot be locked: .*file system"):
+        Journal(tmp_path)

@@ -92,3 +92,25 @@ def test_the_probe_takes_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "try_shared", failing(errno.ENOLCK))
     found = SharedMemory.probe()
     assert (found.status, "locks" in found.cause) == ("blocked", True)
+
+
+def test_files_that_somebody_removed_are_made_anew_and_the_next_version_arrives(
+    tmp_path: Path,
+) -> None:
+    with (
+        make_weight_bridge("shared-memory", directory=tmp_path) as trainer,
+        make_weight_bridge("shared-memory", directory=tmp_path) as rollout,
+    ):
+        for version in (1, 2, 3):
+            manifest = trainer.publish(
+                {"w": torch.full((4,), float(version))}, weight_version=version
+            )
+            assert rollout.import_update(manifest)["w"].tolist() == [version] * 4
+            rollout.acknowledge(manifest.update_id)
+            assert [report.state for report in trainer.holders(manifest.update_id)] == [
+                "acknowledged"
+            ]
+            rollout.release(manifest.update_id)
+            trainer.release(manifest.update_id)
+            for path in tmp_path.iterdir():  # as a cleaner of old files does
+                path.unlink()
