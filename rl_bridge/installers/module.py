@@ -515,23 +515,22 @@ class ModuleInstallAdapter(TransactionalAdapter):
         assert self._update is not None
         with self._quiet():
             if not self._is_dirty:
-                self._require_as_matched(self._update)
+                self._require_in_place(self._update)
             self._is_dirty = True
             self._mode.install(self._update)
 
-    def _require_as_matched(self, update: _Update) -> None:
+    def _require_in_place(self, update: _Update) -> None:
         """Refuse an engine whose tensors moved since `prepare`: old addresses may be anybody's.
 
         Raises:
             WeightBridgeUnavailableError: they did; nothing of the engine was touched.
 
         """
-        bound = update.bound
-        if bound.holds_objects(self._memory.tensors()) and bound.is_as_matched():
+        if update.bound.facts.hold(update.bound.every_tensor):
             return
         self._end()  # an undo has nothing to take back
         msg = (
-            f"the engine's tensors were moved or replaced between prepare and install of version "
+            f"the engine's tensors were moved between prepare and install of version "
             f"{update.manifest.weight_version}. Do not offload or rebind them in between, nor in "
             "quiesce=; install the update again."
         )
