@@ -76,8 +76,8 @@ class _Step(Enum):
 
     IDLE = auto()
     PREPARED = auto()
-    BEGUN = auto()  # the way is back, until it is acknowledged
-    COMMITTING = auto()  # the way is forward
+    BEGUN = auto()  # on failure: undo
+    COMMITTING = auto()  # on failure: commit again
 
 
 class EngineDriver(TransactionalAdapter):
@@ -205,7 +205,8 @@ class EngineDriver(TransactionalAdapter):
         assert self._manifest is not None
         label = self._serving.label_of(self._manifest)
         self._timed("cache", self._serving.drop_old)
-        # Last before what no rank sees: a driver that stood still must not serve another's version.
+        # The ranks do not see the label and the resume, so they are asked once more before these:
+        # another driver may have taken over meanwhile.
         self._client.ask("serves", update_id=self._manifest.update_id)
         if label is not None:
             self._timed("label", lambda: self._serving.set_label(label))
@@ -364,7 +365,10 @@ class EngineDriver(TransactionalAdapter):
         self.commit()
 
     def _undo_on_ranks(self, *, left: bool) -> None:
-        """Take the update back. Weights last: a successor only looks for old weights."""
+        """Take the update back, the weights last.
+
+        A driver that takes over and finds the old weights assumes that caches and label are undone.
+        """
         if self._may_have_served:
             self._serving.stop(undoes=True)  # again: it is not known whether the engine goes on
             self._serving.drop_undone()

@@ -45,11 +45,11 @@ def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
                 raise IncompatibleUpdate(msg)
 
 
-def check_landed(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
+def check_taken(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
     """Refuse tensors that the loader puts nowhere, except those whose bytes are there already."""
     rows = manifest.table.rows
     found = equal_copies(plan, manifest)
-    lost = [name for name in rows if name not in plan.landed and name not in found]
+    lost = [name for name in rows if name not in plan.taken and name not in found]
     if not lost:
         return
     kinds = {_kind(manifest, name) for name in lost}
@@ -71,7 +71,7 @@ def equal_copies(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, st
     the head's name the update may hold the embedding's tensor itself.
     """
     rows = manifest.table.rows
-    lost = [name for name in rows if name not in plan.landed]
+    lost = [name for name in rows if name not in plan.taken]
     if not lost:  # as in nearly every update
         return {}
     alike: dict[object, str] = {

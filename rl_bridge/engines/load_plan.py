@@ -25,7 +25,9 @@ from rl_bridge.installers.engine_memory import prefix_hint
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 _SHOWN = 5
-# What `item()` says of a tensor without memory: the position of the tensor, above this.
+# A tensor without memory has no number for `item()`. It answers with this and its own position, so
+# that a loader that fills a parameter with that number shows which tensor it took: _ITEM + 3.0 is
+# the tensor at position 3.
 _ITEM = float(1 << 52)
 _COPY = torch.ops.aten.copy_.default
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
@@ -120,7 +122,7 @@ class LoadPlan:
     # Position of a target -> what is written into it, in the loader's order.
     steps: dict[int, list[Route | Fill]] = field(default_factory=dict)
     # Names of the tensors that go anywhere, if only to other ranks.
-    landed: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
     # Positions of the targets that the loader computes; they have no steps.
     computed: frozenset[int] = frozenset()
     buffers: frozenset[str] = frozenset()  # full names of the buffers that it loads
@@ -330,16 +332,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
                 )
                 raise IncompatibleUpdate(msg)
         made = [*buffers, *(_storage(self._targets[index].meta) for index in self._computed)]
-        landed = {name for storage in made for name in self._made_of.get(storage, ())}
+        taken = {name for storage in made for name in self._made_of.get(storage, ())}
         plan = LoadPlan(
             self._targets,
             self._steps,
             computed=frozenset(self._computed),
             buffers=frozenset(buffers.values()),
-            mixed=frozenset(landed),
+            mixed=frozenset(taken),
         )
         sources = {route.source for route in plan.routes()}
-        plan.landed = frozenset(landed | sources | self._padded)
+        plan.taken = frozenset(taken | sources | self._padded)
         return plan
 
 
@@ -542,15 +544,15 @@ class Numbering:
     def _digits(self, number: torch.Tensor, digit: int) -> torch.Tensor:
         """One digit of numbers that are mixed, one to one: rows that changed places differ in it.
 
-        Shifts and exclusive or: what is made of two numbers without a common bit is that of the one
-        and that of the other together, so `write` makes a tile once.
+        The mixing is a xorshift, which is linear: of two numbers without a common bit it makes the
+        exclusive or of what it makes of each. So `write` mixes the low bits of a tile once.
         """
         mask = (1 << self.bits * self.digits) - 1
         for _ in range(_ROUNDS):
-            number = number ^ number << 13 & mask
-            number = number ^ number >> 17
-            number = number ^ number << 5 & mask
-        return number >> self.bits * digit & (1 << self.bits) - 1
+            number = number ^ ((number << 13) & mask)
+            number = number ^ (number >> 17)
+            number = number ^ ((number << 5) & mask)
+        return (number >> (self.bits * digit)) & ((1 << self.bits) - 1)
 
 
 def _slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

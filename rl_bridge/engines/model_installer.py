@@ -19,8 +19,8 @@ from rl_bridge.engines.load_checks import (
     check_casts,
     check_dtypes,
     check_finite,
-    check_landed,
     check_same,
+    check_taken,
 )
 from rl_bridge.engines.load_plan import Kinds, LoadPlan, kinds_of, learn
 from rl_bridge.engines.shards import Shard, check_covered, shards_of
@@ -162,7 +162,7 @@ class ModelInstaller(TransactionalAdapter):
         self.abandon()
         self._check_model()
         plan = self._plan_of(manifest, is_here=bool(tensors))
-        check_landed(plan, manifest)
+        check_taken(plan, manifest)
         check_same(plan, manifest)
         exchanges = self._exchanges(plan, is_here=bool(tensors))
         if not exchanges:
@@ -275,10 +275,10 @@ class ModelInstaller(TransactionalAdapter):
             try:
                 finite = self._stage(plan, tensors, self._staged, evidence)
             except IncompatibleUpdate:
-                check_finite(tensors, plan.landed)  # the engine names a layer, these the tensor
+                check_finite(tensors, plan.taken)  # the engine names a layer, these the tensor
                 check_casts(plan, tensors)
                 raise
-        check_finite(tensors, plan.landed - finite, num_threads=self._num_threads)
+        check_finite(tensors, plan.taken - finite, num_threads=self._num_threads)
         check_casts(plan, tensors)
         evidence.seal(tensors, self._staged)
 

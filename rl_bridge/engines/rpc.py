@@ -388,7 +388,7 @@ def failure_reply(error: Exception) -> Reply:
     if is_shortage(error) and type(error) not in _MADE_OF_TEXT:
         if not isinstance(error, WeightBridgeError):
             said = f"{kind}: {message.rstrip('.')}" if message else kind
-            message = f"{said}. Free some, and try again."
+            message = f"{said}. Free some of it, and try again."
         kind = WeightBridgeUnavailableError.__name__
     return {"ok": False, "type": kind, "message": message}
 

@@ -96,11 +96,11 @@ class SpareMemory:
     def __init__(self) -> None:
         """Begin with none."""
         self._free: dict[int, torch.Tensor] = {}
-        # Whoever looks at a range keeps it mapped; what is gone may be somebody else's by now.
+        # Weak: a range is unmapped with its last view, and its addresses may belong to others then.
         self._made: list[tuple[weakref.ref[object], int, int]] = []
 
     def take(self, targets: Mapping[int, Target]) -> dict[int, torch.Tensor]:
-        """Memory for parameters, by position; what was kept and somebody looks at stays his."""
+        """Memory for parameters, by position; memory that a view still uses is not taken again."""
         self._free = {i: kept for i, kept in self._free.items() if not _is_looked_at(kept)}
         missing = {i: one for i, one in targets.items() if not _fits(self._free.get(i), one)}
         self._free |= self._make(missing)

@@ -104,7 +104,7 @@ def test_what_is_computed_is_noted_with_what_it_is_made_of_and_the_rest_is_learn
 ) -> None:
     plan = learned(load, more=COMPUTED[load])
     assert plan.unfollowed() == {"gain"}
-    assert plan.landed == {"q", "k", "gain", COMPUTED[load]} - {""}
+    assert plan.taken == {"q", "k", "gain", COMPUTED[load]} - {""}
     assert {route.source for route in plan.routes()} == {"q", "k"}
 
 
@@ -118,7 +118,7 @@ def test_beside_the_serving_model_nothing_may_be_computed(load: Load) -> None:
 def test_a_buffer_is_noted_with_what_it_is_made_of(load: Load) -> None:
     plan = learned(load, more="turn")
     assert plan.unfollowed() == {"turn"}
-    assert plan.landed == {"q", "k", "gain", "turn"}
+    assert plan.taken == {"q", "k", "gain", "turn"}
 
 
 @pytest.mark.parametrize("load", BUFFERED)
@@ -132,7 +132,7 @@ def test_beside_what_is_computed_a_stranger_lands_nowhere(load: Load) -> None:
     kinds = {name: (torch.float32, shape) for name, shape in SHAPES.items()}
     kinds |= {"more": (torch.float32, (WIDTH,)), "other": (torch.float32, (WIDTH,))}
     plan = learn(Model(load), kinds, EngineCompat(), admit=lambda *_: None, allows_computed=True)
-    assert "other" not in plan.landed
+    assert "other" not in plan.taken
 
 
 @pytest.mark.parametrize("load", COMPUTED)

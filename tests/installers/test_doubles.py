@@ -7,7 +7,7 @@ import torch
 
 from rl_bridge import SharedMemoryTensorBridge
 from rl_bridge.engines.evidence import Evidence
-from rl_bridge.engines.load_checks import check_landed
+from rl_bridge.engines.load_checks import check_taken
 from rl_bridge.engines.load_plan import LoadPlan, learn
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.errors import IncompatibleUpdate
@@ -43,7 +43,7 @@ def test_a_second_name_with_equal_bytes_is_proven_with_the_first(
     model, sent = Model(is_tied=True), {"embed": torch.ones(3, 2), "head": torch.ones(3, 2)}
     plan = learned(model, sent)
     manifest = trainer.publish(sent, weight_version=1)
-    check_landed(plan, manifest)
+    check_taken(plan, manifest)
     evidence = Evidence(manifest, plan, num_threads=1)
     model.load_weights(sent.items())
     assert evidence.check(None).root == manifest.root
@@ -54,7 +54,7 @@ def test_a_second_name_is_taken_by_ranks_that_have_a_part_each(
 ) -> None:
     sent = {"embed": torch.ones(4, 2), "head": torch.ones(4, 2)}
     plan = learned(Model(is_tied=True, rows=2), sent)
-    check_landed(plan, trainer.publish(sent, weight_version=1))
+    check_taken(plan, trainer.publish(sent, weight_version=1))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_anything_else_that_goes_nowhere_is_refused(
     sent = {"embed": torch.ones(3, 2), "head": head}
     plan = learned(Model(is_tied=is_tied), sent)
     with pytest.raises(IncompatibleUpdate, match=r"puts 1 tensors .* nowhere: \['head'\]") as told:
-        check_landed(plan, trainer.publish(sent, weight_version=1))
+        check_taken(plan, trainer.publish(sent, weight_version=1))
     is_alike = is_tied and (head.shape, head.dtype) == ((3, 2), torch.float32)
     assert ("ties to ['embed'] must have the same bytes" in str(told.value)) == is_alike
 
@@ -90,7 +90,7 @@ def test_an_equal_copy_is_taken_where_one_layer_has_two_places(
     trainer: SharedMemoryTensorBridge,
 ) -> None:
     sent = {"embed": torch.ones(3, 2), "head": torch.ones(3, 2)}
-    check_landed(learned(Placed(), sent), trainer.publish(sent, weight_version=1))
+    check_taken(learned(Placed(), sent), trainer.publish(sent, weight_version=1))
 
 
 class Normed(Model):
@@ -113,17 +113,17 @@ def test_a_name_that_goes_nowhere_may_share_the_memory_of_an_embedding_only(
     sent["other"] = sent[shared]
     plan, manifest = learned(Normed(), sent), trainer.publish(sent, weight_version=1)
     if shared == "embed":
-        check_landed(plan, manifest)
+        check_taken(plan, manifest)
         return
     with pytest.raises(IncompatibleUpdate, match=r"puts 1 tensors .* nowhere: \['other'\]"):
-        check_landed(plan, manifest)
+        check_taken(plan, manifest)
 
 
 def test_names_of_a_wrapper_are_told_by_its_prefix(trainer: SharedMemoryTensorBridge) -> None:
     sent = {"embed": torch.ones(3, 2), "module.embed": torch.zeros(3, 2)}
     plan, manifest = learned(Model(is_tied=False), sent), trainer.publish(sent, weight_version=1)
     with pytest.raises(IncompatibleUpdate, match=r"put 'module\.' before the names"):
-        check_landed(plan, manifest)
+        check_taken(plan, manifest)
 
 
 class Padded(torch.nn.Module):
@@ -143,5 +143,5 @@ class Padded(torch.nn.Module):
 def test_a_part_that_is_padding_alone_is_a_part(trainer: SharedMemoryTensorBridge) -> None:
     sent = {"k": torch.ones(6, 2)}
     plan, manifest = learned(Padded(), sent), trainer.publish(sent, weight_version=1)
-    check_landed(plan, manifest)
+    check_taken(plan, manifest)
     assert not list(plan.routes())

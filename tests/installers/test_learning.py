@@ -85,7 +85,7 @@ MISHAPS = {
 @pytest.mark.parametrize("size", ROWS)
 def test_a_loader_that_does_twice_the_same_is_learned(size: str) -> None:
     plan = learned(Model(ROWS[size]))
-    assert plan.landed == {"words"}
+    assert plan.taken == {"words"}
     (padding,) = (step for step in plan.steps[0] if isinstance(step, Fill))
     assert padding.target_view.numel == PADDING * WIDTH
 
@@ -240,4 +240,4 @@ class Casting(torch.nn.Module):
 def test_a_loader_that_casts_to_the_dtype_that_is_there_is_learned(rows: int) -> None:
     kinds = {"bias": (torch.float32, (rows, WIDTH))}
     plan = learn(Casting(rows), kinds, EngineCompat(), admit=lambda *_: None)
-    assert plan.landed == {"bias"}
+    assert plan.taken == {"bias"}

@@ -84,7 +84,7 @@ BUFFERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_loader_may_use_memory_of_its_own_and_clear_a_buffer(rows: int) -> None:
-    assert learned(rows, with_memory_of_its_own).landed == {"weight"}
+    assert learned(rows, with_memory_of_its_own).taken == {"weight"}
 
 
 @pytest.mark.parametrize("how", CHANGES)

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rl_bridge.engines.evidence import Untouched
-from rl_bridge.engines.load_checks import check_casts, check_finite, check_landed
+from rl_bridge.engines.load_checks import check_casts, check_finite, check_taken
 from rl_bridge.engines.load_plan import Kinds, LoadPlan, learn
 from rl_bridge.engines.model_installer import ModelInstaller, Tensors
 from rl_bridge.engines.skeleton import Target
@@ -298,7 +298,7 @@ class VLLMReloadAdapter(ModelInstaller):
             # what serves such models: this adapter.
             if self._compat.elsewhere not in str(error):
                 raise
-            return LoadPlan((), landed=frozenset(kinds), is_followed=False)
+            return LoadPlan((), taken=frozenset(kinds), is_followed=False)
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
         """Run the engine's loader on a model without memory, and look for memory.
@@ -312,7 +312,7 @@ class VLLMReloadAdapter(ModelInstaller):
         check_finite(tensors, tensors, num_threads=self._num_threads)
         plan = self._plan_of(manifest, is_here=True)
         self._check_room(plan, manifest, exchanges=False)
-        check_landed(plan, manifest)
+        check_taken(plan, manifest)
         check_casts(plan, tensors)
         self._plan = plan
 
