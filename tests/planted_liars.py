@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rl_bridge.installers.arguments import Engine
-from rl_bridge.installers.base import InstallProof
+from rl_bridge.installers.base import Engine, InstallProof
 from rl_bridge.installers.engine_memory import named_engine_tensors
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest

@@ -4,6 +4,11 @@
 arrives, all of it or nothing. The other names are their types.
 """
 
+from rl_bridge.bridge.arguments import (
+    WeightBridge,
+    WeightConsumer,
+    WeightPublisher,
+)
 from rl_bridge.bridge.bridges import (
     BroadcastTensorBridge,
     CUDAIPCTensorBridge,
@@ -15,11 +20,6 @@ from rl_bridge.bridge.bridges import (
 )
 from rl_bridge.bridge.engine_state import Acknowledgement
 from rl_bridge.bridge.executor import RolloutExecutor
-from rl_bridge.bridge.protocols import (
-    WeightBridge,
-    WeightConsumer,
-    WeightPublisher,
-)
 from rl_bridge.bridge.publisher import ConsumerReport
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 

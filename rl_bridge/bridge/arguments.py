@@ -5,12 +5,17 @@ import inspect
 import logging
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
 
 from rl_bridge.errors import BridgeClosed, ForeignTransport, MalformedManifest
 from rl_bridge.lifecycle import Observer
+from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.group import AnyManifest, GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.trainers.state_dict import Source
 from rl_bridge.transports.base import Transport
 
 UpdateRef = str | AnyManifest
@@ -161,3 +166,45 @@ def in_a_child(what: str) -> BridgeClosed:
     return BridgeClosed(
         f"this {what} belongs to the parent process. Make a new one after the fork."
     )
+
+
+# ---- bridges of a user's own: structural types, nothing to import or subclass --------------------
+
+
+@runtime_checkable
+class WeightPublisher(Protocol):
+    """What a training worker needs of a bridge."""
+
+    def publish(
+        self,
+        source: Source,
+        *,
+        weight_version: int,
+        metadata: Mapping[str, JSONValue] | None = None,
+    ) -> WeightUpdateManifest:
+        """Publish one complete version."""
+
+    def release(self, update_id: str) -> None:
+        """Release an update."""
+
+
+@runtime_checkable
+class WeightConsumer(Protocol):
+    """What a rollout worker needs of a bridge."""
+
+    def import_update(self, manifest: WeightUpdateManifest) -> Mapping[str, torch.Tensor]:
+        """Import and verify one complete version."""
+
+    def acknowledge(self, update_id: str) -> None:
+        """Say that it is installed."""
+
+    def reject(self, update_id: str, reason: str) -> None:
+        """Say that it is not, and why."""
+
+    def release(self, update_id: str) -> None:
+        """Release an update."""
+
+
+@runtime_checkable
+class WeightBridge(WeightPublisher, WeightConsumer, Protocol):
+    """Both."""

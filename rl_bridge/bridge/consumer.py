@@ -23,8 +23,13 @@ from typing import Self
 
 import torch
 
-from rl_bridge.bridge.arguments import UpdateRef, as_manifest, in_a_child, require_transport
-from rl_bridge.bridge.protocols import WeightConsumer
+from rl_bridge.bridge.arguments import (
+    UpdateRef,
+    WeightConsumer,
+    as_manifest,
+    in_a_child,
+    require_transport,
+)
 from rl_bridge.cuda.driver import INVALID_VALUE
 from rl_bridge.errors import (
     BridgeClosed,

@@ -16,11 +16,10 @@ from typing import Self
 
 import torch
 
-from rl_bridge.bridge.arguments import UpdateRef, in_a_child, update_id_of
+from rl_bridge.bridge.arguments import UpdateRef, WeightConsumer, in_a_child, update_id_of
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.consumer import PlainConsumer
 from rl_bridge.bridge.engine_state import Acknowledgement, EngineState
-from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.bridge.transaction import Transaction
 from rl_bridge.errors import (
@@ -30,8 +29,12 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
     describe,
 )
-from rl_bridge.installers.arguments import require_plain
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.installers.base import (
+    InstallProof,
+    TransactionalAdapter,
+    WeightInstallAdapter,
+    require_plain,
+)
 from rl_bridge.installers.wrapped import Version, as_transactional
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.lifecycle import State

@@ -37,9 +37,10 @@ from rl_bridge.engines.staging import (
     is_alone,
 )
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter, checked_threads
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.passes import checked_threads
 from rl_bridge.memory.tensors import tensor_key
 from rl_bridge.memory.views import Pin
 

@@ -46,6 +46,7 @@ from rl_bridge.manifest.group import AnyManifest, GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
+from rl_bridge.memory.passes import checked_count, checked_threads
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Attachment
 from rl_bridge.transports.base import (
@@ -55,8 +56,6 @@ from rl_bridge.transports.base import (
     PartRequest,
     PublisherEnd,
     Transport,
-    checked_count,
-    checked_threads,
 )
 from rl_bridge.transports.registry import NIXL, Counters, canonical_name, transport_class
 from rl_bridge.transports.shared_memory import SharedMemory, SharedPublisher

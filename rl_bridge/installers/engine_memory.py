@@ -13,8 +13,7 @@ import torch
 
 from rl_bridge.cuda.devices import place_of
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine, WeightBridgeError
-from rl_bridge.installers.arguments import Engine, checked_engine
-from rl_bridge.installers.base import InstallProof
+from rl_bridge.installers.base import Engine, InstallProof, checked_engine
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable, collector_paused

@@ -30,21 +30,22 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.installers.arguments import (
+from rl_bridge.installers.base import (
     Engine,
+    InstallProof,
     Quiesce,
+    TransactionalAdapter,
     checked_engine,
     checked_quiesce,
     require_owned,
 )
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter, checked_threads
 from rl_bridge.installers.engine_memory import Binding, EngineMemory, differs
 from rl_bridge.installers.snapshot import Snapshot
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable, collector_paused
 from rl_bridge.memory import vm
 from rl_bridge.memory.packing import dtype_name
-from rl_bridge.memory.passes import Addresses
+from rl_bridge.memory.passes import Addresses, checked_threads
 from rl_bridge.memory.views import ImportedTensors, LeasedView, Pin, tensor_in
 
 

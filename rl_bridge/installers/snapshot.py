@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, TornEngine
-from rl_bridge.installers.arguments import Engine
+from rl_bridge.installers.base import Engine
 from rl_bridge.installers.engine_memory import named_engine_tensors, put_back, take_out
 from rl_bridge.memory import vm
 from rl_bridge.memory.packing import raw_elements

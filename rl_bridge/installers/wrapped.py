@@ -18,16 +18,17 @@ from typing import Any
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
-from rl_bridge.installers.arguments import Engine, require_plain
 from rl_bridge.installers.base import (
+    Engine,
     InstallProof,
     TransactionalAdapter,
     WeightInstallAdapter,
-    checked_threads,
+    require_plain,
 )
 from rl_bridge.installers.engine_memory import EngineMemory
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.passes import checked_threads
 from rl_bridge.memory.views import ImportedTensors
 
 _LOG = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ without a compiler the same pass runs in Python over the same xxHash, slower and
 import ctypes
 import importlib
 import logging
+import operator
 import os
 import threading
 from collections.abc import Callable
@@ -51,6 +52,28 @@ def _address_of(array: npt.NDArray[Any]) -> int:
 def default_threads() -> int:
     """Threads for a pass where the caller names no number: the usable cores, at most 8."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def checked_count(name: str, value: object) -> int:
+    """Check an option that counts: 1 or more; integers of any library's are taken.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is less than 1.
+
+    """
+    try:
+        count = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # that is what is tried
+    except TypeError as error:
+        raise TypeError(f"{name}={value!r}: expected an int of 1 or more.") from error
+    if count < 1:
+        raise ValueError(f"{name}={value!r}: expected an int of 1 or more.")
+    return count
+
+
+def checked_threads(number: object) -> int | None:
+    """Check ``num_threads``: as `checked_count`, or None, which takes the usable cores."""
+    return None if number is None else checked_count("num_threads", number)
 
 
 def _load_native() -> tuple[ModuleType | None, int, str | None]:

@@ -29,7 +29,7 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
     describe,
 )
-from rl_bridge.installers.arguments import Engine
+from rl_bridge.installers.base import Engine
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.strategies.requests import (
     AbandonedWeightUpdateRequest,

@@ -17,6 +17,7 @@ from rl_bridge.bridge.bridges import BroadcastTensorBridge, make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.groups.exchange import GroupExchange
+from rl_bridge.memory.passes import checked_count
 from rl_bridge.strategies.receiver import BridgeTransferReceiver
 from rl_bridge.strategies.requests import (
     BroadcastWeightUpdateRequest,
@@ -35,7 +36,7 @@ from rl_bridge.strategies.sender import (
     WeightTransferSender,
 )
 from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, checked_threshold
-from rl_bridge.transports.base import checked_count, checked_seconds
+from rl_bridge.transports.base import checked_seconds
 from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
 
 _LOG = logging.getLogger(__name__)

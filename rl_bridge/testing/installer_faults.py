@@ -11,8 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from rl_bridge.installers.arguments import Engine
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.installers.base import (
+    Engine,
+    InstallProof,
+    TransactionalAdapter,
+    WeightInstallAdapter,
+)
 from rl_bridge.installers.engine_memory import named_engine_tensors
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.packing import raw_elements

@@ -11,8 +11,7 @@ from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
-from rl_bridge.installers.arguments import Engine
-from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.installers.base import Engine, TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.engine_memory import named_engine_tensors
 from rl_bridge.testing.installer_faults import (
     ENGINE_FAULT,

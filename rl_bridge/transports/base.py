@@ -7,7 +7,6 @@ the same for all. ``docs/how-to/write-a-transport.md`` adds a transport of a use
 ``CONTRIBUTING.md`` one to this repository.
 """
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,28 +26,6 @@ from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Attachment
 
 _MOST_SECONDS = 1e6  # not far below the milliseconds that `poll` takes
-
-
-def checked_count(name: str, value: object) -> int:
-    """Check an option that counts: 1 or more; integers of any library's are taken.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is less than 1.
-
-    """
-    try:
-        count = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # that is what is tried
-    except TypeError as error:
-        raise TypeError(f"{name}={value!r}: expected an int of 1 or more.") from error
-    if count < 1:
-        raise ValueError(f"{name}={value!r}: expected an int of 1 or more.")
-    return count
-
-
-def checked_threads(number: object) -> int | None:
-    """Check ``num_threads``: as `checked_count`, or None, which takes the usable cores."""
-    return None if number is None else checked_count("num_threads", number)
 
 
 def checked_seconds(name: str, value: object) -> float:

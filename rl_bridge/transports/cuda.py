@@ -46,19 +46,12 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
 from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.passes import checked_count, checked_threads
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, process_start_time
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Attachment, Pin
 from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
-from rl_bridge.transports.base import (
-    Availability,
-    Carried,
-    ConsumerEnd,
-    PublisherEnd,
-    Transport,
-    checked_count,
-    checked_threads,
-)
+from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
 
 _REMEDY = "Use shared-memory with a CPU copy of the weights on one machine."
 

@@ -16,16 +16,9 @@ from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
 from rl_bridge.memory.packing import PackPlan
-from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.passes import BytePlan, checked_threads
 from rl_bridge.memory.views import Attachment, Pin, anonymous_pin
-from rl_bridge.transports.base import (
-    Availability,
-    Carried,
-    ConsumerEnd,
-    PublisherEnd,
-    Transport,
-    checked_threads,
-)
+from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
 
 # Consumers that are gone stay listed, but not for ever.
 _REMEMBERED = 64

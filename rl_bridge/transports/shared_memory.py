@@ -17,17 +17,12 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
+from rl_bridge.memory.passes import checked_count, checked_threads
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, require_resources, sweep
 from rl_bridge.memory.slots import Slot, SlotRing, slot_segment_nbytes
 from rl_bridge.memory.views import Pin, ViewCache, anonymous_pin
 from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
-from rl_bridge.transports.base import (
-    Availability,
-    ConsumerEnd,
-    Transport,
-    checked_count,
-    checked_threads,
-)
+from rl_bridge.transports.base import Availability, ConsumerEnd, Transport
 
 _PROBED = "0" * 31 + "1"  # the id of the update that the probe leases
 

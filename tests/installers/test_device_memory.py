@@ -7,7 +7,7 @@ import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.installers.arguments import Engine
+from rl_bridge.installers.base import Engine
 from rl_bridge.testing import InstallerSuite
 from rl_bridge.testing.faults import HostIPC, HostVMM
 from rl_bridge.transports import registry

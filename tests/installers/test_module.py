@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, SegmentError, TornEngine
-from rl_bridge.installers.arguments import Engine
+from rl_bridge.installers.base import Engine
 from rl_bridge.installers.engine_memory import named_engine_tensors
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.memory import vm

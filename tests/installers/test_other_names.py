@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_bridge.installers.arguments import Engine
+from rl_bridge.installers.base import Engine
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.testing import InstallerSuite
 from rl_bridge.testing.installer_faults import EngineFault, Stage

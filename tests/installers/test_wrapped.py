@@ -9,8 +9,7 @@ import torch
 
 from rl_bridge import RolloutExecutor, TornEngine, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import ProofFailed
-from rl_bridge.installers.arguments import Engine
-from rl_bridge.installers.base import InstallProof, WeightInstallAdapter
+from rl_bridge.installers.base import Engine, InstallProof, WeightInstallAdapter
 from rl_bridge.installers.engine_memory import named_engine_tensors
 from rl_bridge.testing import InstallerSuite
 from rl_bridge.testing.installer_faults import EngineFault

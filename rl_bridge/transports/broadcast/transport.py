@@ -12,14 +12,13 @@ from typing import ClassVar
 import torch
 
 from rl_bridge.errors import MalformedManifest, TransportUnavailable
+from rl_bridge.memory.passes import checked_count, checked_threads
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
     PublisherEnd,
     Transport,
-    checked_count,
     checked_seconds,
-    checked_threads,
 )
 from rl_bridge.transports.broadcast.init_info import BACKENDS, Backend, BroadcastInitInfo
 from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas

@@ -16,14 +16,13 @@ import torch
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.passes import checked_count, checked_threads
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
     PublisherEnd,
     Transport,
-    checked_count,
     checked_seconds,
-    checked_threads,
 )
 from rl_bridge.transports.nixl import library
 from rl_bridge.transports.nixl.agent import REMEDY, Agent, Counters, Host
