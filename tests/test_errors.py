@@ -127,6 +127,7 @@ NO_REMEDY = {
     ("memory/packing.py", "tensor {} {}."): "the reason that is filled in ends in what to do",
     ("installers/snapshot.py", "of the engine {};"): "so does this one",
     ("installers/wrapped.py", "and cannot now: {}"): "the error that is filled in says it",
+    ("manifest/compare.py", "{}"): "each finding says it",
 }
 # Parts of messages that lack it still. Whoever gives one its remedy takes its line away here.
 YET_TO_SAY = [
