@@ -214,7 +214,7 @@ def test_a_state_dict_patched_on_the_module_itself_is_seen() -> None:
 
 @pytest.mark.parametrize("is_reused", [False, True], ids=["freed", "somebody else's now"])
 def test_tensors_that_moved_between_prepare_and_install_are_not_written_through_old_addresses(
-    trainer: SharedMemoryTensorBridge, *, is_reused: bool
+    trainer: TensorBridge, *, is_reused: bool
 ) -> None:
     engine = torch.nn.Linear(1 << 12, 1, bias=False)
     source = torch.nn.Linear(1 << 12, 1, bias=False)

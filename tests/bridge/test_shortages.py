@@ -88,7 +88,9 @@ def test_a_kernel_without_room_for_a_record_does_not_cost_the_update(
         manifest = publish(publisher, 1)
         with make_weight_bridge("shared-memory") as consumer:
             error = OSError(errno.ENOLCK, "no locks left")
-            monkeypatch.setattr(leases, "try_exclusive", fails_once(error, leases.try_exclusive))
+            monkeypatch.setattr(
+                leases, "try_exclusive", failing_at_first(error, leases.try_exclusive)
+            )
             with pytest.raises(WeightBridgeUnavailableError, match="no locks left"):
                 consumer.import_update(manifest)
             assert content(consumer.import_update(manifest)) == content(weights(1))
