@@ -59,7 +59,7 @@ class GroupRank:
     timeout_s: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Channel:
     """A bridge, and what was published through it.
 
