@@ -1,7 +1,5 @@
 """An engine copied aside, byte for byte: the undo where no retained version could be one."""
 
-from collections.abc import Set as AbstractSet
-
 import numpy as np
 import torch
 
@@ -32,7 +30,6 @@ class Snapshot:
         self,
         engine: Engine,
         *,
-        without: AbstractSet[str] = frozenset(),
         num_threads: int | None = None,
         room: Pin | None = None,
     ) -> None:
@@ -40,8 +37,6 @@ class Snapshot:
 
         Args:
             engine: what is copied.
-            without: names of tensors whose bytes nobody writes meanwhile: of them only object and
-                memory are noted, which somebody else brings back before `restore` looks at them.
             num_threads: threads that copy; None takes the usable cores.
             room: memory of an earlier one, as `give_room` gave it; it is used if it has the size.
 
@@ -54,10 +49,7 @@ class Snapshot:
         self._owners = every_engine_tensor(engine)
         self._persistent = set(named_engine_tensors(engine))
         # Detached views keep the old storages alive, whatever the adapter assigns meanwhile.
-        # (But a view of a tensor that is left out would be one more that looks at its memory.)
-        self._data = {n: tensor.detach() for n, tensor in self._owners.items() if n not in without}
-        left_out = without & self._owners.keys()
-        self._places = {name: tensor_key(self._owners[name]) for name in left_out}
+        self._data = {name: tensor.detach() for name, tensor in self._owners.items()}
         # What is plain and contiguous is copied in one pass over its bytes, the rest by torch.
         self._others: dict[str, torch.Tensor] = {}
         dense = []
@@ -98,9 +90,8 @@ class Snapshot:
         for name, owner in self._owners.items():
             if now.get(name) is not owner:
                 put_back(self._engine, name, owner, persistent=name in self._persistent)
-            data = self._data.get(name)
-            if data is not None and not _same_view(owner, data):
-                owner.data = data
+            if not _same_view(owner, self._data[name]):
+                owner.data = self._data[name]
         for name in now.keys() - self._owners.keys():
             take_out(self._engine, name)
         self._plan.copy(self._copies, self._homes, num_threads=self._num_threads)
@@ -115,7 +106,7 @@ class Snapshot:
             name
             for name, owner in self._owners.items()
             if now.get(name) is not owner
-            or not self._is_in_place(name)
+            or not _same_view(owner, self._data[name])
             or (
                 name in self._others
                 and not torch.equal(_each_once(raw_elements(owner)), self._others[name])
@@ -130,12 +121,6 @@ class Snapshot:
             what = f"tensor {lost[0]!r} does" if lost else "weights do"
             msg = f"undo failed: the engine's {what} not take back what was there before."
             raise TornEngine(msg)
-
-    def _is_in_place(self, name: str) -> bool:
-        owner = self._owners[name]
-        if name in self._places:
-            return tensor_key(owner) == self._places[name]
-        return _same_view(owner, self._data[name])
 
 
 def _room(nbytes: int, offered: Pin | None) -> Pin:

@@ -43,17 +43,12 @@ _SHOW_IT = (
 )
 
 
-def engine_of(adapter: object) -> Engine | None:
-    """The engine that an adapter declares by an attribute's name, or None.
+def _declared(adapter: object) -> tuple[str, Engine | None]:
+    """The engine that an adapter declares by an attribute, or None; and that attribute's name.
 
     ``engine`` decides if it is there: an ``nn.Module`` or a dict of tensors. Else ``model`` or
     ``module``, if it is an ``nn.Module``; two different ones are none.
     """
-    return _declared(adapter)[1]
-
-
-def _declared(adapter: object) -> tuple[str, Engine | None]:
-    """The engine, and the name of its attribute."""
     engine = _attribute(adapter, _FIRST)
     if engine is not None:
         return _FIRST, engine if _is_module(engine) or _is_dict_of_tensors(engine) else None

@@ -317,44 +317,6 @@ def test_what_was_taken_back_leaves_no_label(
     assert answers(llm) != old
 
 
-def test_an_unfinished_update_that_the_next_one_takes_back_is_told_to_its_trainer(
-    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
-) -> None:
-    native_update(llm, trainer.publish(weights[0]))
-    first, second = trainer.publish(weights[1]), trainer.publish(weights[0])
-    llm.start_weight_update()
-    llm.update_weights(info(first))
-    with pytest.raises(Exception, match="is installed and not finished"):
-        llm.init_weight_transfer_engine({"init_info": {"cast": True}})
-    llm.start_weight_update()
-    llm.update_weights(info(second))
-    llm.finish_weight_update("v")
-    reports = [report for report in trainer.holders(first) if report.worker == "vllm"]
-    assert {report.rank for report in reports} == {0, 1}
-    for report in reports:
-        reason = report.reason or ""
-        assert "installed, and taken back" in reason, report
-        assert f"version {second.weight_version} came before" in reason
-    assert {reply["update_id"] for reply in told(llm)} == {second.update_id}
-
-
-@pytest.mark.parametrize("is_finished", [True, False])
-def test_a_refusal_names_the_version_that_an_earlier_driver_left(
-    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]], *, is_finished: bool
-) -> None:
-    left = trainer.publish(weights[0])
-    llm.start_weight_update()
-    llm.update_weights(info(left))
-    if is_finished:
-        llm.finish_weight_update("v")
-    with executor_for(llm) as executor, pytest.raises(IncompatibleUpdate) as caught:
-        executor.update_weights(trainer.publish(damaged(weights[1])))
-    assert f"ranks hold version {left.weight_version}." in "".join(caught.value.__notes__)
-    if not is_finished:
-        with pytest.raises(Exception, match="no update is installed"):
-            llm.finish_weight_update()
-
-
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [

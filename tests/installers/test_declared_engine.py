@@ -11,7 +11,7 @@ import torch
 
 from rl_bridge import RolloutExecutor, SharedMemoryTensorBridge, make_weight_bridge
 from rl_bridge.errors import TornEngine
-from rl_bridge.installers.wrapped import engine_of
+from rl_bridge.installers.wrapped import _declared
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -130,7 +130,7 @@ DICT = {"w": torch.zeros(2)}
 def test_an_engine_is_what_is_declared_as_one(
     attributes: dict[str, object], expected: object
 ) -> None:
-    assert engine_of(Holder(**attributes)) is expected
+    assert _declared(Holder(**attributes))[1] is expected
 
 
 def test_an_engine_in_a_slot_is_declared_and_one_that_is_computed_is_not() -> None:
@@ -144,10 +144,10 @@ def test_an_engine_in_a_slot_is_declared_and_one_that_is_computed_is_not() -> No
             raise AssertionError
 
     slotted = Slotted()
-    assert engine_of(slotted) is None
+    assert _declared(slotted)[1] is None
     slotted.engine = MODULE
-    assert engine_of(slotted) is MODULE
-    assert engine_of(Computing()) is None
+    assert _declared(slotted)[1] is MODULE
+    assert _declared(Computing())[1] is None
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,6 @@ class TestFlipInDeviceMemory(InstallerSuite):
         return ModuleInstallAdapter(engine, mode="flip")
 
 
-class TestCopyFromOpenedMemory(InstallerSuite):
-    transport: ClassVar[str] = HostIPC.name
-
-    def make_adapter(self, engine: Engine) -> ModuleInstallAdapter:
-        return ModuleInstallAdapter(engine, mode="copy")
-
-
 class TestAliasOfOpenedMemory(InstallerSuite):
     transport: ClassVar[str] = HostIPC.name
     rebinds = True
