@@ -166,11 +166,11 @@ class EngineDriver(TransactionalAdapter):
         try:
             replies = self._client.ask("prepare", **given)
             if layout != self._layout:
-                self._shards = [parse_shards(reply["shards"], manifest) for reply in replies]
-                check_covered(manifest, self._shards)
-                self._layout = layout
+                shards = [parse_shards(reply["shards"], manifest) for reply in replies]
+                check_covered(manifest, shards)
+                self._layout, self._shards = layout, shards
         except Exception as error:
-            self._refusal, self._layout = self._refusal_of(error), None
+            self._refusal = self._refusal_of(error)
             raise
         if self.imports_itself:  # else the executor's own verification has that name
             slowest = max(reply["timings_ms"].get("verify", 0.0) for reply in replies)
