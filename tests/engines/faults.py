@@ -54,8 +54,9 @@ def _fail(action: Callable[[], None] | None) -> None:
     raise PlantedError(msg)
 
 
-def _patch(owner: Any, name: str, made: Any) -> None:
-    _originals.append((owner, name, owner.__dict__[name]))
+def patch(owner: Any, name: str, made: Any) -> None:
+    """Put something in an attribute's place until `uproot`."""
+    _originals.append((owner, name, getattr(owner, name)))
     setattr(owner, name, made)
 
 
@@ -68,7 +69,7 @@ def _counted(owner: Any, name: str, nth: int, action: Callable[[], None] | None)
         _calls[0] += 1
         return original(*args, **kwargs)
 
-    _patch(owner, name, counted)
+    patch(owner, name, counted)
 
 
 def _exchange(nth: int, action: Callable[[], None] | None) -> None:
@@ -83,7 +84,7 @@ def _exchange(nth: int, action: Callable[[], None] | None) -> None:
         _calls[0] += len(staged.tensors) + len(staged.attributes)
         original(self, replace(staged, tensors=tensors, attributes=attributes))
 
-    _patch(staging.Exchange, "apply", apply)
+    patch(staging.Exchange, "apply", apply)
 
 
 def _wrong_pack(nth: int) -> None:
@@ -98,7 +99,7 @@ def _wrong_pack(nth: int) -> None:
             _calls[0] += 1
             return _pack(weight, *args, **kwargs)
 
-        _patch(owner, name, create)
+        patch(owner, name, create)
 
 
 def _packers() -> list[tuple[Any, str]]:
@@ -129,7 +130,7 @@ def _wrong_experts(nth: int, *, alike: bool) -> None:
             weight = weight.roll(1, 1)
         return original(weight, *args, **kwargs)
 
-    _patch(cpu_moe, "cpu_prepack_moe_weight", create)
+    patch(cpu_moe, "cpu_prepack_moe_weight", create)
 
 
 def _pack_fails(nth: int, action: Callable[[], None] | None) -> None:
@@ -145,7 +146,7 @@ def _behind_the_exchange(does: Callable[[staging.Staged], int]) -> None:
         original(self, staged)
         _calls[0] += does(staged)
 
-    _patch(staging.Exchange, "apply", apply)
+    patch(staging.Exchange, "apply", apply)
 
 
 def _corrupt(nth: int) -> None:
@@ -212,7 +213,7 @@ def _buffer(nth: int) -> None:
             if nth < len(tensors):
                 flip_byte(tensors[nth])  # nobody else can bring it back
 
-    _patch(evidence.Untouched, "check", check)
+    patch(evidence.Untouched, "check", check)
 
 
 def flip_byte(tensor: torch.Tensor) -> None:

@@ -20,20 +20,14 @@ from rl_bridge.engines.sglang.host import tensor_group
 from rl_bridge.engines.staging import Exchange, Staged, TensorChange
 from rl_bridge.installers.snapshot import Snapshot
 from rl_bridge.testing import in_rank
+from tests.engines.faults import PlantedError, flip_byte, patch, uproot
 
 Named = tuple[str, torch.Tensor]
-_originals: list[tuple[Any, str, Any]] = []
-
-
-class PlantedError(Exception):
-    """What a test planted."""
 
 
 def plant(model: torch.nn.Module, named: list[Named]) -> None:
     """Take the last fault out, and plant the one that the first tensor's name tells of."""
-    while _originals:
-        owner, name, original = _originals.pop()
-        setattr(owner, name, original)
+    uproot()
     what = json.loads(named[0][0])
     if what["point"] and what["rank"] in {None, tensor_group().rank}:
         _POINTS[what["point"]](model, what["nth"])
@@ -43,11 +37,6 @@ def ask(model: torch.nn.Module, named: list[Named]) -> None:
     """What `EngineSuite` asks of this rank; the answer is a file, by rank."""
     what = json.loads(named[0][0])
     Path(what["answer"], str(tensor_group().rank)).write_text(in_rank(model, what["text"]), "utf-8")
-
-
-def _patch(owner: Any, name: str, made: Any) -> None:
-    _originals.append((owner, name, vars(owner)[name]))
-    setattr(owner, name, made)
 
 
 def _around_load(
@@ -70,7 +59,7 @@ def _around_load(
             end()
         return done
 
-    _patch(type(model), "load_weights", load_weights)
+    patch(type(model), "load_weights", load_weights)
 
 
 def _around_staging(change: Callable[[int, Named], Named]) -> None:
@@ -81,7 +70,7 @@ def _around_staging(change: Callable[[int, Named], Named]) -> None:
         changed = dict(change(i, item) for i, item in enumerate(tensors.items()))
         original(plan, changed, *args, **options)
 
-    _patch(model_installer, "assemble", assemble)
+    patch(model_installer, "assemble", assemble)
 
 
 class _Upto(list[TensorChange]):
@@ -114,7 +103,7 @@ def _fail(model: torch.nn.Module, nth: int) -> None:
         tensors.nth = nth
         original(self, replace(staged, tensors=tensors))
 
-    _patch(Exchange, "apply", apply)
+    patch(Exchange, "apply", apply)
 
 
 def _staging(model: torch.nn.Module, nth: int) -> None:
@@ -125,7 +114,7 @@ def _staging(model: torch.nn.Module, nth: int) -> None:
         msg = "planted in the staging"
         raise PlantedError(msg)
 
-    _patch(staging, "BytePlan", run)
+    patch(staging, "BytePlan", run)
 
 
 def _wrong(model: torch.nn.Module, nth: int) -> None:
@@ -170,15 +159,14 @@ def _behind_the_install(model: torch.nn.Module, does: Callable[[list[torch.Tenso
         original(self, staged)
         does(parameters)
 
-    _patch(Exchange, "apply", apply)
+    patch(Exchange, "apply", apply)
 
 
 def _compiled(model: torch.nn.Module, nth: int) -> None:
     """Let SGLang's own settings say that the model is compiled; nothing else of that is done."""
     del model, nth
     flags = importlib.import_module("sglang.srt.runtime_context").get_flags().capture
-    _originals.append((flags, "enable_torch_compile", flags.enable_torch_compile))
-    flags.enable_torch_compile = True
+    patch(flags, "enable_torch_compile", True)
 
 
 def _undo(model: torch.nn.Module, nth: int) -> None:
@@ -189,13 +177,8 @@ def _undo(model: torch.nn.Module, nth: int) -> None:
         msg = "planted in the undo"
         raise PlantedError(msg)
 
-    _patch(Snapshot, "restore", fails)
-    _patch(Places, "check", fails)
-
-
-def flip_byte(tensor: torch.Tensor) -> None:
-    """Change the lowest bit of a tensor's last byte."""
-    tensor.detach().reshape(-1).view(torch.uint8)[-1] ^= 1
+    patch(Snapshot, "restore", fails)
+    patch(Places, "check", fails)
 
 
 _POINTS: dict[str, Callable[[torch.nn.Module, int], None]] = {
