@@ -97,7 +97,7 @@ def test_each_element_that_goes_elsewhere_the_second_time_is_found(size: str, mi
         learned(Model(ROWS[size], MISHAPS[mishap]))
 
 
-@pytest.mark.parametrize("far", [1, 128, 1 << 14, 1 << 17, 1 << 21, 1 << 22, (1 << 23) - 1])
+@pytest.mark.parametrize("far", [1, 1 << 14, 1 << 21, (1 << 23) - 1])
 def test_two_elements_of_a_large_tensor_that_change_places_are_found(far: int) -> None:
     one, other = divmod(3, WIDTH), divmod(3 + far, WIDTH)
     with pytest.raises(IncompatibleUpdate, match="twice into the same place"):
