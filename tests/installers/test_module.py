@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 
+from rl_bridge import RolloutExecutor, SharedMemoryTensorBridge, make_weight_bridge
 from rl_bridge.errors import IncompatibleUpdate, SegmentError, TornEngine
 from rl_bridge.installers.base import Engine
 from rl_bridge.installers.engine_memory import named_engine_tensors
@@ -140,3 +141,26 @@ def test_an_engine_whose_elements_share_memory_is_refused_before_byte_0(
     assert not rig.executor.is_torn
     assert bytes_of(engine["w"]) == bytes(48)
     rig.close()
+
+
+@pytest.mark.parametrize("step", ["install", "prove", "resume"])
+def test_a_shortage_is_undone_wherever_it_comes_and_the_same_update_may_come_again(
+    step: str, trainer: SharedMemoryTensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_short(*_: object) -> None:
+        raise MemoryError
+
+    engine = {"w": torch.zeros(3)}
+    adapter = ModuleInstallAdapter(engine)
+    with (
+        make_weight_bridge("shared-memory", source_worker="rollout") as bridge,
+        RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter) as executor,
+    ):
+        manifest = trainer.publish({"w": torch.ones(3)}, weight_version=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter, step, run_short)
+            with pytest.raises(MemoryError):
+                executor.update_weights(manifest)
+        assert engine["w"].tolist() == [0, 0, 0]
+        executor.update_weights(manifest)
+        assert engine["w"].tolist() == [1, 1, 1]
