@@ -105,6 +105,33 @@ def _api_key(path: str | os.PathLike[str]) -> str:
     return text
 
 
+def create_app(
+    executor: TwoPhaseExecutor,
+    *,
+    key_file: str | os.PathLike[str],
+    state_dir: str | os.PathLike[str],
+    config: SidecarConfig | None = None,
+) -> object:
+    """Make a side-car as an ASGI application, for any server of such, with one worker.
+
+    Args:
+        executor: the engine's; nobody else updates with it. Stays yours to close.
+        key_file: the shared key, at least 32 bytes, mode 0600.
+        state_dir: this side-car's own directory; it outlives the process.
+        config: limits.
+
+    Raises:
+        WeightBridgeUnavailableError: the extra is missing, or key or directory cannot be used.
+        WeightBridgeError: what an earlier side-car left there is damaged.
+        TypeError: an executor that cannot stop between its steps.
+
+    """
+    needed("fastapi"), needed("prometheus_client")
+    from rl_bridge.remote import app
+
+    return app.create_app(executor, key_file=key_file, state_dir=state_dir, config=config)
+
+
 def serve(
     executor: TwoPhaseExecutor,
     *,
@@ -130,14 +157,12 @@ def serve(
 
     """
     uvicorn = needed("uvicorn")
-    needed("fastapi"), needed("prometheus_client")
-    from rl_bridge.remote.app import create_app
-    from rl_bridge.remote.listening import make_protocol
-
     config = config or SidecarConfig()
     if not _is_loopback(host):
         _LOG.warning("listening on %s: requests are signed, and nothing is encrypted", host)
     app = create_app(executor, key_file=key_file, state_dir=state_dir, config=config)
+    from rl_bridge.remote.listening import make_protocol
+
     uvicorn.run(
         app,
         host=host,

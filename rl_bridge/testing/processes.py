@@ -3,9 +3,9 @@
 What crosses to a child is a function, classes and plain arguments, and from then on JSON text: an
 object that took its bytes along by pickle would hide exactly the lies that these tests look for.
 
-Children come from a server that has imported torch and nothing of ours: a spawned process takes
-seconds for that alone. They share no memory with the test, and have its environment and output as
-these are when they start.
+Children come from a server that has imported torch, and nothing of ours unless `PRELOADED` says so:
+a spawned process takes seconds for that alone. They share no memory with the test, and have its
+environment and output as these are when they start.
 """
 
 import json

@@ -1,13 +1,13 @@
 """An SGLang engine of one rank without SGLang, and clients that call it as SGLang is called."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rl_bridge import TensorBridge, WeightBridgeError, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import WeightBridgeError, WeightUpdateManifest
 from rl_bridge.engines.rpc import RankGroup, Reply
 from rl_bridge.engines.sglang import host, plugin
 from rl_bridge.engines.sglang.client import Answer, SGLangClient
@@ -16,7 +16,7 @@ from rl_bridge.engines.sglang.loaders import SGLangLoader
 from rl_bridge.engines.sglang.plugin import PREFIX, SENDER, sender
 from tests.installers.test_model_installer import Model
 
-__all__ = ["Client", "Engine", "LostError", "engine", "importing", "loading", "trainer", "update"]
+__all__ = ["Client", "Engine", "LostError", "engine", "importing", "loading", "update"]
 
 
 class Context:
@@ -75,12 +75,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(host, "version", lambda: "0.5.23")
     monkeypatch.setattr(host, "tensor_group", lambda: RankGroup(0, 1))
     return engine
-
-
-@pytest.fixture
-def trainer() -> Iterator[TensorBridge]:
-    with make_weight_bridge("local", source_worker="trainer") as bridge:
-        yield bridge
 
 
 class LostError(WeightBridgeError):

@@ -36,12 +36,6 @@ def engine() -> Iterator[Engine]:
     engine.close()
 
 
-@pytest.fixture
-def trainer() -> Iterator[TensorBridge]:
-    with make_weight_bridge("shared-memory", source_worker="trainer", max_slots=8) as bridge:
-        yield bridge
-
-
 def receive(engine: Engine, *texts: str) -> Sequence[str]:
     """Each rank is given its text, at once."""
     updates = [NativeUpdates(rank) for rank in engine.ranks]

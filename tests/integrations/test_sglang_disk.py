@@ -11,9 +11,9 @@ from rl_bridge.engines.sglang import plugin
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.engines.sglang.loaders import DiskRoute
 from tests.installers.test_model_installer import equal, held, loaded, version
-from tests.integrations.sglang_engine import Client, Engine, engine, trainer
+from tests.integrations.sglang_engine import Client, Engine, engine
 
-__all__ = ["engine", "trainer"]  # fixtures, for this file, too
+__all__ = ["engine"]  # a fixture, for this file, too
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -20,17 +20,16 @@ from tests.integrations.sglang_engine import (
     engine,
     importing,
     loading,
-    trainer,
     update,
 )
 
-__all__ = ["engine", "trainer"]  # fixtures, for this file, too
+__all__ = ["engine"]  # a fixture, for this file, too
 
 
 @pytest.fixture
 def executor(engine: Engine) -> Iterator[RolloutExecutor]:
     with (
-        make_weight_bridge("local", source_worker="rollout") as bridge,
+        make_weight_bridge("shared-memory", source_worker="rollout") as bridge,
         RolloutExecutor(weight_bridge=bridge, weight_install_adapter=loading(engine)) as made,
     ):
         yield made

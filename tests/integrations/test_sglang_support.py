@@ -9,11 +9,10 @@ from tests.integrations.sglang_engine import (
     Engine,
     engine,
     importing,
-    trainer,
     update,
 )
 
-__all__ = ["engine", "trainer"]  # fixtures, for this file, too
+__all__ = ["engine"]  # a fixture, for this file, too
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from rl_bridge import (
     TensorBridge,
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
-    make_weight_bridge,
 )
 from rl_bridge.engines.rpc import Replies
 from rl_bridge.engines.vllm.client import LLMClient
@@ -27,12 +26,6 @@ def engine() -> Iterator[Engine]:
     engine = Engine()
     yield engine
     engine.close()
-
-
-@pytest.fixture
-def trainer() -> Iterator[TensorBridge]:
-    with make_weight_bridge("shared-memory", source_worker="trainer") as bridge:
-        yield bridge
 
 
 # ---- what requests see --------------------------------------------------------------------------
