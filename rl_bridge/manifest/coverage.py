@@ -86,11 +86,8 @@ def intersect(one: Box, other: Box) -> Box | None:
     return None if is_empty(box) else box
 
 
-def subtract(box: Box, other: Box) -> list[Box]:
-    """What is left of `box` without `other`: disjoint boxes, in order of their first indices."""
-    shared = intersect(box, other)
-    if shared is None:
-        return [box]
+def _subtract(box: Box, shared: Box) -> list[Box]:
+    """What is left of `box` without a part of it: disjoint boxes, in order of their indices."""
     before: list[Box] = []
     behind: list[Box] = []
     low, high = list(box[0]), list(box[1])
@@ -113,11 +110,11 @@ def find_gap(whole: Box, boxes: Iterable[Box]) -> Box | None:
         box, others = waiting.pop()
         if is_empty(box):
             continue
-        others = [other for other in others if intersect(box, other) is not None]
-        if not others:
+        shared = [part for other in others if (part := intersect(box, other)) is not None]
+        if not shared:
             return box
-        taken, *rest = others
-        waiting += [(left, rest) for left in reversed(subtract(box, taken))]
+        taken, *rest = shared
+        waiting += [(left, rest) for left in reversed(_subtract(box, taken))]
     return None
 
 

@@ -84,11 +84,6 @@ class LeafIndex:
             )
             raise MalformedManifest(msg)
 
-    def leaves(self, block: bytes | memoryview, row: int) -> bytes:
-        """Leaf digests of one stored tensor."""
-        start = int(self.starts[row])
-        return bytes(block[start : start + int(self.counts[row]) * DIGEST_NBYTES])
-
     def digests(self, block: bytes | memoryview) -> bytes:
         """The tensors' digests that the block makes: 16 bytes each, zeros for the block itself."""
         view = memoryview(block)

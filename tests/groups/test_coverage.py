@@ -110,6 +110,10 @@ HELD: dict[str, tuple[list[Piece], str]] = {
         [box_piece((0, 0), (3, 6)), box_piece((2, 0), (2, 6))],
         r"\[2:3, 0:6\] is held twice, by rank 0 .* rank 1",
     ),
+    "a doubled range of elements": (
+        [flat_piece(0, 14), flat_piece(10, 14)],
+        r"elements \[10:14\] in row-major order is held twice, by rank 0 .* rank 1",
+    ),
     "a doubled corner": (
         [TOP, box_piece((2, 0), (2, 4)), box_piece((1, 3), (3, 3))],
         r"is held twice, by rank [01] .* rank 2",
