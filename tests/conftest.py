@@ -52,6 +52,13 @@ def pytest_collection_finish() -> None:
 
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # to import this tree
         processes.start_server()
-    # Left out of every collection from here on: it would take most of its time.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collections_are_short() -> None:
+    """Leave what there is by now out of every collection: it would take most of its time.
+
+    Much is imported by single tests, such as torch's compiler, and some tests collect all the time.
+    """
     gc.collect()
     gc.freeze()
