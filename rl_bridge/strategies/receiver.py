@@ -18,9 +18,11 @@ from typing import Self
 
 import torch
 
+from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
+    EngineLost,
     MalformedManifest,
     StaleUpdate,
     UnknownUpdate,
@@ -249,7 +251,8 @@ class BridgeTransferReceiver(PendingUpdates, WeightTransferReceiver):
 
         Raises:
             UnknownUpdate: its first batch never came, or the update ended.
-            WeightBridgeError: what `accept` or the import raises; the update is rejected.
+            WeightBridgeError: what `accept` or the import raises; the update is rejected, unless
+                this machine was only short of something: then it may come again.
 
         """
         pending = self._pending
@@ -259,7 +262,7 @@ class BridgeTransferReceiver(PendingUpdates, WeightTransferReceiver):
             # In a thread: it may wait for bytes that are on the wire.
             tensors = await asyncio.to_thread(self.bridge.import_update, pending.manifest)
         except Exception as error:
-            self.reject(describe(error))
+            self.fail(error)
             raise
         for name in request.names:
             yield name, tensors[name]
@@ -273,6 +276,20 @@ class BridgeTransferReceiver(PendingUpdates, WeightTransferReceiver):
             except WeightBridgeError:
                 # The bridge ended it already.
                 _LOG.debug("update %s was over", pending.manifest.update_id, exc_info=True)
+
+    def fail(self, error: BaseException) -> None:
+        """End the update under way, if there is one, because of `error`.
+
+        It is rejected, unless nothing is wrong with it: after a shortage of this machine, or when
+        the engine is gone, the same update may come again from its first batch.
+        """
+        if not (isinstance(error, EngineLost) or is_shortage(error)):
+            self.reject(describe(error))
+            return
+        pending = self.finish(describe(error))
+        if pending is not None and self.bridge.active_update_id != pending.manifest.update_id:
+            # An earlier batch may have imported it: it would keep its publisher's slot.
+            self.bridge.release_imported(pending.manifest)
 
     def close(self) -> None:
         """Release the update under way, and close the bridge. Idempotent."""
@@ -304,7 +321,8 @@ class WeightLoader(ABC):
 class ExecutorWeightLoader(WeightLoader):
     """Loads through a `RolloutExecutor`: an update is one transaction, however many batches it has.
 
-    If a batch fails, the update is rejected, and the engine keeps what it held.
+    If a batch fails, the update is rejected, and the engine keeps what it held. After a shortage of
+    this machine the same update may come again.
 
     Attributes:
         executor: as given.
@@ -362,7 +380,7 @@ class ExecutorWeightLoader(WeightLoader):
             else:
                 self.executor.update_weights(pending.manifest)
         except Exception as error:
-            receiver.reject(describe(error))
+            receiver.fail(error)
             raise
         receiver.finish()
 

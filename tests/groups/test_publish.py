@@ -247,6 +247,28 @@ def test_a_rank_that_misses_the_decision_learns_what_it_was() -> None:
         assert group.bridges[1].update_status(own.parts[1]) == "published"
 
 
+def test_behind_a_failure_of_one_every_rank_says_all_of_its_layout_again() -> None:
+    """One that missed the votes may know another layout than those that did not."""
+    with trainers(2) as group:
+        group.publish(shards(1), 1)
+        lost = group.publishers[0]._exchange
+        gather, steps, left = lost.gather, list[str](), ["votes"]
+
+        def deaf(step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+            found = gather(step, payload, timeout_s=timeout_s)
+            steps.append(step)
+            if step in left:
+                left.clear()
+                raise GroupAborted("the line is dead")
+            return found
+
+        lost.gather = deaf  # type: ignore[method-assign]
+        group.try_publish(shards(2), 2, trainable=[])
+        assert "placements" not in steps
+        group.publish(shards(3), 3)
+        assert "placements" in steps
+
+
 def test_a_verdict_during_the_wait_does_not_hide_that_all_ranks_came() -> None:
     exchange = StoreExchange(HashStore(), rank=0, world_size=2)
     exchange.begin()

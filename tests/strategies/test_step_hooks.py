@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.hooks import StepPublisher, StepSender, weight_sync_callback
+from rl_bridge.trainers.base import WeightMetadata
+from rl_bridge.trainers.chunks import WeightChunk
 from rl_bridge.trainers.state_dict import StateDictExtractor
 from tests.strategies.rig import make_model, rig
 
@@ -133,6 +136,27 @@ def test_a_strategys_sender_follows_the_steps_as_well() -> None:
             weight.grad = torch.ones(3)
             optimizer.step()
             assert torch.equal(r.engine.weights["weight"], torch.full((3,), 1.0 - step))
+
+
+class Renaming(StateDictExtractor):
+    """Whole tensors travel by other names than this rank's own have, as Megatron's do."""
+
+    def full(self, dtype: torch.dtype | None = None) -> Iterator[WeightChunk]:
+        for chunk in super().full(dtype):
+            yield replace(chunk, names=[f"model.{name}" for name in chunk.names])
+
+    def metadata(self, dtype: torch.dtype | None = None) -> dict[str, WeightMetadata]:
+        found = super().metadata(dtype)
+        return {f"model.{name}": replace(one, name=f"model.{name}") for name, one in found.items()}
+
+
+def test_trainable_tensors_are_named_as_they_travel() -> None:
+    with rig() as r:
+        model = torch.nn.Linear(3, 1, bias=False)
+        r.engine.weights.clear()
+        r.engine.weights["model.weight"] = torch.zeros(1, 3)
+        StepSender(r.sender, Renaming(model), r.client).publish()
+        assert torch.equal(r.engine.weights["model.weight"], model.weight)
 
 
 def test_a_step_inside_an_event_loop_is_refused_before_anything_is_sent() -> None:

@@ -1,5 +1,7 @@
 """Whole modules and mappings: the same contract, with nothing to gather."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from rl_bridge import make_weight_bridge
 from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from rl_bridge.trainers import StateDictExtractor
+from rl_bridge.trainers import FSDPWeightExtractor, StateDictExtractor
 from tests.trainers_torch.fsdp_cases import plain
 from tests.trainers_torch.worlds import described, local_report, placements_of, reference
 
@@ -67,6 +69,20 @@ def test_tied_weights_are_cast_once() -> None:
     ]
     assert len(tied) == 2
     assert tied[0] is tied[1]
+
+
+@pytest.mark.parametrize("kind", [StateDictExtractor, FSDPWeightExtractor])
+def test_weights_that_are_tied_no_longer_are_not_published_as_each_other(kind: Any) -> None:
+    model = plain()
+    extractor = kind(model)
+    list(extractor.full())
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(kept, assign=True)  # a roll-back: each name has a tensor of its own now
+    with torch.no_grad():
+        model.get_parameter("head.weight").fill_(7.0)
+    sent = {name: one for chunk in extractor.full() for name, one in chunk.items()}
+    assert torch.equal(sent["head.weight"], model.get_parameter("head.weight"))
+    assert torch.equal(sent["embed.weight"], kept["embed.weight"])
 
 
 def test_copies_on_several_ranks_say_which_they_are() -> None:
