@@ -89,7 +89,7 @@ PYTEST_ALL = $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Of engines, which are a file's fixtures, a file stays whole.
 SPREAD = -n $(JOBS) --dist loadfile
 
-test: $(STAMP) ## Run the tests, in about six minutes (ARGS="-k name" to choose, JOBS=0 for one process)
+test: $(STAMP) ## Run the tests (ARGS="-k name" to choose, JOBS=0 for one process)
 	$(PYTEST_ALL) -m "not full" $(ARGS)
 
 test-full: $(STAMP) ## The same, and every longer or wider run of what they test

@@ -137,6 +137,8 @@ def _draw_agreement(axes: "Axes", result: DemoResult) -> None:
     numbers, differences = zip(*older, strict=True)
     axes.scatter(numbers, differences, s=14, color=_MUTED, marker="x", linewidths=1.0)
     axes.set_yscale("log")
+    # Room for the label of two lines beside the lowest point.
+    axes.set_ylim(bottom=min((value for value in reported if value > 0), default=1e-7) / 10)
     axes.set_ylabel("log-probs differ")
     _label(axes, "if it sampled with\nthe version before", older[-1], _MUTED, fontsize=9)
     _label(axes, "from the version\nthat it reports", (steps[-1], reported[-1]), _BLUE, fontsize=9)
