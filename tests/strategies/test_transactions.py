@@ -1,7 +1,8 @@
 """A sync is one transaction, however many requests it takes."""
 
 import gc
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from rl_bridge import WeightBridgeUnavailableError, WeightUpdateManifest, WeightUpdateRejectedError
 from rl_bridge.errors import (
     ChecksumMismatch,
+    EngineLost,
     MalformedManifest,
     SlotsExhausted,
     StaleUpdate,
+    TransferTimeout,
     UnknownUpdate,
 )
 from rl_bridge.strategies.requests import (
@@ -231,6 +234,56 @@ def test_an_engine_that_joins_later_gets_the_latest_update() -> None:
         new.loader.check_servable()
         assert new.engine.holds(1)
         assert len(old.sender.bridge.holders(manifest.update_id)) == 2
+
+
+def failing_once(call: Callable[..., Any], error: Exception, *, at: int) -> Callable[..., Any]:
+    """A function that fails at one of its calls, and calls `call` at all others."""
+    calls = itertools.count()
+
+    def called(*args: Any, **options: Any) -> Any:
+        if next(calls) == at:
+            raise error
+        return call(*args, **options)
+
+    return called
+
+
+@pytest.mark.parametrize("threshold", [2 * LAYER, 1 << 30], ids=["batches", "one batch"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        TransferTimeout("nothing arrived for 60 s"),
+        MemoryError("no room"),
+        EngineLost("its process ended"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_shortage_in_an_import_refuses_nothing_for_good(threshold: int, error: Exception) -> None:
+    with rig(threshold_nbytes=threshold) as old, rig() as new:
+        old.sync(1)
+        client = Client([lambda request: new.loader.load_weights(new.receiver, request)])
+        # At the consumer, so that the executor's own import in the last batch fails as well.
+        consumer: Any = new.receiver.bridge.consumer
+        consumer.import_update = failing_once(consumer.import_update, error, at=0)
+        with pytest.raises(type(error), match=str(error)):
+            run(old.sender.send_latest(client))
+        assert new.engine.holds(0)
+        run(old.sender.send_latest(client))
+        assert new.engine.holds(1)
+
+
+def test_a_shortage_behind_the_first_batch_gives_back_what_that_batch_imported() -> None:
+    with rig(threshold_nbytes=2 * LAYER) as old, rig() as new:
+        manifest = old.sync(1)
+        client = Client([lambda request: new.loader.load_weights(new.receiver, request)])
+        consumer: Any = new.receiver.bridge.consumer
+        error = MemoryError("no room")
+        consumer.import_update = failing_once(consumer.import_update, error, at=1)
+        with pytest.raises(MemoryError):
+            run(old.sender.send_latest(client))
+        assert new.receiver.bridge.update_status(manifest.update_id) == "released"
+        run(old.sender.send_latest(client))
+        assert new.engine.holds(1)
 
 
 def test_send_latest_before_any_sync_is_refused() -> None:
