@@ -202,12 +202,15 @@ class StepSender(StepHook):
         try:
             asyncio.get_running_loop()
         except RuntimeError:
+            # By the names that travel: an extractor may give whole tensors other names.
+            known = self._extractor.metadata(self._dtype).values()
+            trainable = frozenset(one.name for one in known if one.is_trainable)
             return asyncio.run(
                 self._sender.send_chunks(
                     self._extractor.extract_weights(self._dtype),
                     self._client,
                     metadata={"step": self.step},
-                    trainable=self._extractor.trainable_names(),
+                    trainable=trainable,
                 )
             )
         msg = (

@@ -406,6 +406,8 @@ class GroupPublisher:
             self._agree(run)
             self._commit(run)
         except BaseException as error:
+            # The other ranks may know another layout now: the next publication sends all of it.
+            self._known, self._layout = None, None
             # Proposing a failure tells it to the other ranks. If this rank had voted, they may have
             # committed already: then the version stands.
             if self._has_ended(error) or run.voted is None:

@@ -277,7 +277,8 @@ class WeightTransferSender(ABC):
             inference_client: reaches the engines.
             weight_version: above the last one; None takes the next.
             metadata: JSON values of your own, for the manifest.
-            trainable: names that training changes, such as ``extractor.trainable_names()``.
+            trainable: names that training changes; those of ``extractor.metadata()`` that are
+                trainable, by the names of whole tensors.
 
         Returns:
             The manifest; None on a rank that publishes nothing.

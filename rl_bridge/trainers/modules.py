@@ -175,6 +175,7 @@ class ModuleSlots:
         """
         self._keepers: list[dict[str, Any]] = []
         self._counts: list[int] = []
+        self._tied: list[tuple[int, int]] = []  # as `ties` found them last
         self.slots: list[Slot] = []
         for prefix, owner in module.named_modules(remove_duplicate=False):
             transient = owner._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name
@@ -198,10 +199,15 @@ class ModuleSlots:
         self.slots = [slot for slot in self.slots if is_wanted(slot)]
 
     def tensors(self) -> list[torch.Tensor] | None:
-        """The tensors that are there now; None where the modules hold more or fewer than before."""
+        """The tensors that are there now.
+
+        None if the modules hold more or fewer than before, or two of them share a tensor no longer,
+        as after ``load_state_dict(..., assign=True)``: one would be published as the other.
+        """
         if list(map(len, self._keepers)) != self._counts:
             return None
-        return [slot.keeper[slot.key] for slot in self.slots]
+        found = [slot.keeper[slot.key] for slot in self.slots]
+        return None if any(found[one] is not found[first] for one, first in self._tied) else found
 
     def ties(self) -> list[int | None]:
         """For each slot, the number of an earlier one that holds the same tensor."""
@@ -210,4 +216,5 @@ class ModuleSlots:
         for index, slot in enumerate(self.slots):
             at = first.setdefault(id(slot.tensor()), index)
             found.append(None if at == index else at)
+        self._tied = [(index, at) for index, at in enumerate(found) if at is not None]
         return found

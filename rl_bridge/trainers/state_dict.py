@@ -222,6 +222,7 @@ class StateDictExtractor(WeightExtractor):
         self._owners = tuple(range(world_size))
         self._adapters = adapters
         self._paths: list[str] = []
+        self._tied: list[tuple[int, int]] = []
 
     def _tensors_known(self) -> Sequence[RankTensor]:
         tensors = named_tensors(self._source)
@@ -235,6 +236,8 @@ class StateDictExtractor(WeightExtractor):
         ]
         self._paths = [path for _, path, _ in kept]
         first: dict[int, int] = {}
+        ties = [first.setdefault(id(tensor), index) for index, (*_, tensor) in enumerate(kept)]
+        self._tied = [(index, at) for index, at in enumerate(ties) if at != index]
         return [
             RankTensor(
                 name=name,
@@ -245,7 +248,7 @@ class StateDictExtractor(WeightExtractor):
                 owners=self._owners,
                 is_whole=True,
                 is_trainable=path in trainable,
-                tied_to=None if (at := first.setdefault(id(tensor), index)) == index else at,
+                tied_to=None if ties[index] == index else ties[index],
             )
             for index, (name, path, tensor) in enumerate(kept)
         ]
@@ -260,7 +263,9 @@ class StateDictExtractor(WeightExtractor):
         tensors = named_tensors(self._source)
         if len(tensors) != self._count or not tensors.keys() >= set(self._paths):
             return None
-        return [tensors[path] for path in self._paths]
+        found = [tensors[path] for path in self._paths]
+        # Else a tensor whose tie was broken since would be published as the other one.
+        return None if any(found[one] is not found[first] for one, first in self._tied) else found
 
     def _fill(
         self,
