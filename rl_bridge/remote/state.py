@@ -3,11 +3,17 @@
 Both lie in one SQLite file with a write-ahead log, which one side-car at a time has open. A change
 that must outlive the machine is synced before the call returns. One that need only outlive the
 process is synced with the next one that must. SQLite drops a change that a crash cut off.
+
+SQLite knows nothing of forks: a child that closed the connection would take the log away from its
+parent. So a child never does, not even at its end.
 """
 
+import ctypes
+import fcntl
 import os
 import sqlite3
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,16 +21,20 @@ from pathlib import Path
 from typing import Literal, Self
 
 from rl_bridge.errors import (
+    BridgeClosed,
     SignatureRefused,
     WeightBridgeError,
     WeightBridgeUnavailableError,
     WeightManifestValidationError,
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.processes import close_fd, in_forked_children, open_fd
 from rl_bridge.remote.signing import Credentials
 
 _FILE = "state.db"
-# The lock is taken before the first access to the log: then it needs no shared memory.
+# SQLite's own lock ends when anything in this process closes the file, a backup for instance.
+_LOCK = "sidecar.lock"
+# With an exclusive lock from the first access on, the log needs no shared memory.
 _SETTINGS = "PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL;"
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -48,30 +58,46 @@ class StateDirectory:
         """
         self.path = Path(path)
         self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._is_closed = False
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
+            self._fd = open_fd(
+                os.open, self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+        except OSError as error:
+            raise self._unfit(error) from error
+        release = weakref.finalize(self, close_fd, self._fd)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (self.path / _FILE).touch(mode=0o600)
             self._db = sqlite3.connect(
                 self.path / _FILE, timeout=0, isolation_level=None, check_same_thread=False
             )
-        except (OSError, sqlite3.Error) as error:
+        except BlockingIOError as error:
+            release()
             msg = (
-                f"the state directory {self.path} cannot be used: {error}. Make what it lies in, "
-                "or choose another one."
+                f"another live side-car uses the state directory {self.path}. Stop it first, or "
+                "give this one a directory of its own."
             )
             raise WeightBridgeUnavailableError(msg) from error
+        except (OSError, sqlite3.Error) as error:
+            release()
+            raise self._unfit(error) from error
+        self._release = release
+        _OPEN.add(self)
         try:
             self._db.executescript(_SETTINGS)
             self._db.executescript(_SCHEMA)
         except sqlite3.Error as error:
-            self._db.close()
-            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
-                msg = (
-                    f"another live side-car uses the state directory {self.path}. Stop it first, "
-                    "or give this one a directory of its own."
-                )
-                raise WeightBridgeUnavailableError(msg) from error
+            self.close()
             raise self.unusable(error) from error
+
+    def _unfit(self, error: Exception) -> WeightBridgeUnavailableError:
+        return WeightBridgeUnavailableError(
+            f"the state directory {self.path} cannot be used: {error}. Make what it lies in, or "
+            "choose another one."
+        )
 
     @contextmanager
     def change(self, *, sync: bool) -> Iterator[sqlite3.Connection]:
@@ -81,10 +107,16 @@ class StateDirectory:
             sync: False for a change that may be lost with the machine, but not with the process.
 
         Raises:
+            BridgeClosed: the directory is closed, or the parent process has it.
             WeightBridgeError: it could not be written, and is not there.
 
         """
+        if os.getpid() != self._pid:
+            msg = f"{self.path} is the parent process's. Start a side-car with one of its own."
+            raise BridgeClosed(msg)
         with self._lock:
+            if self._is_closed:
+                raise BridgeClosed(f"{self.path} is closed. Start a new side-car.")
             try:
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
                 self._db.execute("BEGIN IMMEDIATE")
@@ -99,16 +131,20 @@ class StateDirectory:
 
     def unusable(self, error: Exception) -> WeightBridgeError:
         """The error for a file that cannot be read or written."""
+        cause = str(error).rstrip(".")
         return WeightBridgeError(
-            f"the side-car's file {self.path / _FILE} cannot be used: {error}. Free space, or mend "
-            "its permissions. If it is damaged, move the directory away, give both sides a new key "
-            "and start with a fresh engine."
+            f"the side-car's file {self.path / _FILE} cannot be used: {cause}. Free "
+            "space, or mend its permissions. If it is damaged, move the directory away, give both "
+            "sides a new key and start with a fresh engine."
         )
 
     def close(self) -> None:
-        """Let another side-car use it. Idempotent."""
-        with self._lock:
-            self._db.close()
+        """Let another side-car use it. Idempotent; in a forked child a no-op."""
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._is_closed = True
+                self._db.close()
+                self._release()
 
     def __enter__(self) -> Self:
         """Use as a context manager."""
@@ -117,6 +153,18 @@ class StateDirectory:
     def __exit__(self, *_exc: object) -> None:
         """Close."""
         self.close()
+
+
+_OPEN: weakref.WeakSet[StateDirectory] = weakref.WeakSet()
+
+
+def _keep_in_child() -> None:
+    for state in list(_OPEN):
+        # A reference that nobody gives back: the connection is not closed even at the child's end.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(state._db))  # noqa: SLF001 - of this module
+
+
+in_forked_children(_keep_in_child)
 
 
 # ---- the ledger of updates -----------------------------------------------------------------------

@@ -1,18 +1,26 @@
 """What a side-car remembers: keys, nonces and steps, over restarts and damage."""
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from rl_bridge.errors import SignatureRefused, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    BridgeClosed,
+    SignatureRefused,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.remote import SidecarConfig
 from rl_bridge.remote.signing import Credentials, Key, read_key
 from rl_bridge.remote.state import Entry, Ledger, NonceBook, StateDirectory, Step
-from tests.helpers import make_manifest
+from tests.helpers import forked, forking, make_manifest
 
 NOW = 1_700_000_000.0
 
@@ -139,6 +147,62 @@ def test_a_directory_is_one_sidecars(tmp_path: Path) -> None:
     StateDirectory(tmp_path / "state").close()
     with pytest.raises(WeightBridgeUnavailableError, match="Make what it lies in"):
         StateDirectory(tmp_path / "missing" / "state")
+
+
+FORKING = """
+import os, signal, sys, time
+from rl_bridge.remote.signing import Credentials
+from rl_bridge.remote.state import NonceBook, StateDirectory
+
+nonces = NonceBook(StateDirectory(sys.argv[1]), max_skew_s=30, now=1.7e9)
+for number in range(2):
+    nonces.claim(Credentials(time=1_700_000_000, nonce=f"{number:032x}", signature="0" * 64), now=1.7e9)
+    if number == 0:
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        os.waitpid(child, 0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_that_ends_takes_nothing_away_from_its_parent(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    ended = subprocess.run([sys.executable, "-c", FORKING, path], timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    with StateDirectory(path) as found:
+        for number in range(2):
+            with pytest.raises(SignatureRefused, match="replay"):
+                book(found).claim(one(NOW, number), now=NOW)
+
+
+@forking
+def test_a_forked_child_writes_nothing_into_its_parents_directory(state: StateDirectory) -> None:
+    def child() -> bool:
+        with pytest.raises(BridgeClosed, match="the parent process's"):
+            book(state)
+        state.close()
+        return True
+
+    assert forked(child)
+    book(state).claim(one(NOW), now=NOW)
+
+
+def test_a_directory_stays_taken_whoever_reads_its_files(state: StateDirectory) -> None:
+    for file in state.path.iterdir():
+        file.read_bytes()  # which ends the locks that this process has by way of POSIX
+    code = "import sys; from rl_bridge.remote.state import StateDirectory as S; S(sys.argv[1])"
+    other = subprocess.run(
+        [sys.executable, "-c", code, state.path], capture_output=True, timeout=60, check=False
+    )
+    assert b"another live side-car" in other.stderr
+
+
+def test_a_directory_that_is_closed_says_so(state: StateDirectory) -> None:
+    nonces = book(state)
+    state.close()
+    with pytest.raises(BridgeClosed, match="Start a new side-car"):
+        nonces.claim(one(NOW), now=NOW)
 
 
 # ---- the ledger ---------------------------------------------------------------------------------
