@@ -515,7 +515,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
             self.prepare(manifest, tensors)
         assert self._update is not None
         with self._quiet():
-            if not self._is_dirty:
+            if not self._is_dirty and self.mode != "alias":  # which takes no old address
                 self._require_in_place(self._update)
             self._is_dirty = True
             self._mode.install(self._update)
@@ -562,7 +562,8 @@ class ModuleInstallAdapter(TransactionalAdapter):
         with self._quiet() if self._is_dirty else nullcontext():
             if self._origin is not None:
                 self._mode.undo(self._origin)
-            self._end()
+            self._forget()
+        self._is_dirty = False  # last: an engine that did not go on is let go on by the next undo
 
     def abandon(self) -> None:
         """Forget what was prepared, unless an earlier install still has to be undone."""
@@ -582,9 +583,12 @@ class ModuleInstallAdapter(TransactionalAdapter):
         self._mode.release(update_id, is_under_way=self._update is not None)
 
     def _end(self) -> None:
+        self._forget()
+        self._is_dirty = False
+
+    def _forget(self) -> None:
         self._update = self._origin = None
         self._mode.end()
-        self._is_dirty = False
 
     def _quiet(self) -> AbstractContextManager[object]:
         context: object = self._quiesce()

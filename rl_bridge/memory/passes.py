@@ -275,9 +275,12 @@ def _finish(shares: list[_Share]) -> None:
     """Wait for the helpers, whatever arrives meanwhile: they are in memory that is not theirs."""
     interrupt: BaseException | None = None
     for share in shares:
-        while not share.cancel() and not share.done():
+        is_over = False
+        while not is_over:
             try:
-                wait([share])
+                is_over = share.cancel() or share.done()
+                if not is_over:
+                    wait([share])
             except BaseException as error:  # noqa: BLE001 - raised below, when no helper writes
                 interrupt = error
     errors = (share.exception() for share in shares if not share.cancelled())

@@ -157,6 +157,16 @@ def test_a_rank_that_fails_takes_the_others_back_and_the_next_update_works(
     engine.check("the next update")
 
 
+def test_all_ranks_may_fail_at_once(engine: Bench) -> None:
+    plant(engine, "exchange", 3, -1)
+    with pytest.raises(Exception, match="planted"):
+        engine.update()
+    engine.llm.collective_rpc("uproot_fault")
+    engine.check("all ranks failed")
+    engine.update()
+    engine.check("the next update")
+
+
 @pytest.mark.parametrize(
     ("rank", "step"),
     few_of(itertools.product((0, 1), STEPS[1::2]), (0, STEPS[1]), (1, STEPS[7])),

@@ -1,6 +1,9 @@
 """`ModuleInstallAdapter` keeps every promise of an installer: copy, alias and flip."""
 
 import errno
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Literal
 
 import pytest
@@ -164,3 +167,31 @@ def test_a_shortage_is_undone_wherever_it_comes_and_the_same_update_may_come_aga
         assert engine["w"].tolist() == [0, 0, 0]
         executor.update_weights(manifest)
         assert engine["w"].tolist() == [1, 1, 1]
+
+
+def test_an_engine_that_did_not_go_on_behind_its_undo_is_let_go_on_by_recover() -> None:
+    fails = [True, True]
+    runs = threading.Event()
+
+    @contextmanager
+    def quiesce() -> Iterator[None]:
+        runs.clear()
+        yield
+        if fails:
+            fails.pop()
+            msg = "the engine does not go on"
+            raise OSError(msg)
+        runs.set()
+
+    with make_weight_bridge("shared-memory") as trainer:
+        engine = {"w": torch.zeros(4)}
+        executor = RolloutExecutor(
+            weight_transport="shared-memory",
+            weight_install_adapter=ModuleInstallAdapter(engine, quiesce=quiesce),
+        )
+        with pytest.raises(TornEngine):
+            executor.update_weights(trainer.publish({"w": torch.ones(4)}, weight_version=1))
+        assert not runs.is_set()
+        executor.recover()
+        assert runs.is_set()
+        executor.close()

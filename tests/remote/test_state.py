@@ -156,7 +156,8 @@ from rl_bridge.remote.state import NonceBook, StateDirectory
 
 nonces = NonceBook(StateDirectory(sys.argv[1]), max_skew_s=30, now=1.7e9)
 for number in range(2):
-    nonces.claim(Credentials(time=1_700_000_000, nonce=f"{number:032x}", signature="0" * 64), now=1.7e9)
+    given = Credentials(time=1_700_000_000, nonce=f"{number:032x}", signature="0" * 64)
+    nonces.claim(given, now=1.7e9)
     if number == 0:
         child = os.fork()
         if child == 0:

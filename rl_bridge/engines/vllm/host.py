@@ -160,9 +160,15 @@ class NativeUpdates:
         problem, is_refused = _tried(lambda: self._take(manifest))
         problem, words = heard(self._group, problem, _REFUSED if is_refused else "")
         if not problem and self._group.size > 1 and self._rank.covered != manifest.table.digest:
-            _, told = heard(self._group, "", json.dumps(self._rank.shards(manifest)))
-            problem, is_refused = _tried(lambda: self._check_covered(manifest, told))
-            problem, words = heard(self._group, problem, _REFUSED if is_refused else "")
+            own: list[str] = []
+            problem, _ = _tried(lambda: own.append(json.dumps(self._rank.shards(manifest))))
+            problem, told = heard(self._group, problem, own[0] if own else "")
+            words = told
+            if not problem:
+                problem, is_refused = _tried(lambda: _check_covered(manifest, told))
+                problem, words = heard(self._group, problem, _REFUSED if is_refused else "")
+            if not problem:  # on all ranks, or on none: they must ask each other in step
+                self._rank.covered = manifest.table.digest
         if problem:
             # What no rank refused, and one only was short of something for, may come again.
             _tried(lambda: self._rank.undo(_REFUSED if _REFUSED in words else None))
@@ -196,11 +202,6 @@ class NativeUpdates:
         self._make_way(manifest)
         self._rank.prepare(manifest)
 
-    def _check_covered(self, manifest: WeightUpdateManifest, told: Sequence[str]) -> None:
-        """Refuse an update of which no rank takes some elements, by what each of them takes."""
-        check_covered(manifest, [parse_shards(json.loads(text), manifest) for text in told])
-        self._rank.covered = manifest.table.digest
-
     def _make_way(self, manifest: WeightUpdateManifest) -> None:
         """Take an unfinished update back, and say so: requests may have been served by it."""
         earlier, reason = self._rank.pending, None
@@ -213,6 +214,11 @@ class NativeUpdates:
             if earlier.update_id == manifest.update_id:
                 reason = None  # it comes again
         self._rank.undo(reason)
+
+
+def _check_covered(manifest: WeightUpdateManifest, told: Sequence[str]) -> None:
+    """Refuse an update of which no rank takes some elements, by what each of them takes."""
+    check_covered(manifest, [parse_shards(json.loads(text), manifest) for text in told])
 
 
 def _tried(step: Callable[[], object]) -> tuple[str, bool]:

@@ -42,6 +42,11 @@ class VLLMModelInstaller(ModelInstaller):
 
     The update's names, shapes and dtypes are those of a checkpoint of the model; where each tensor
     goes (fused, sliced, tied, padded) is learned once from the engine's own loader.
+
+    With several ranks, each installs its own part and cannot see that no rank takes the rest of a
+    tensor that is too long: whoever prepares an update on all of them checks that together they
+    take every element, by `shards` and `rl_bridge.engines.check_covered`, as `VLLMEngineAdapter`
+    and vLLM's own calls do.
     """
 
     def __init__(

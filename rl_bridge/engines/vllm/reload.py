@@ -231,6 +231,9 @@ class VLLMReloadAdapter(ModelInstaller):
     What the engine holds is read where it can be: parameters that are kept as they are loaded, and
     products of packed ones. Layers that vLLM processes into something else cannot be read back;
     then the proof's method is ``unproven``, and a warning names them.
+
+    With several ranks, whoever prepares an update on all of them checks that together they take
+    every element: see `VLLMModelInstaller`.
     """
 
     _compat: VLLMCompat
@@ -318,6 +321,8 @@ class VLLMReloadAdapter(ModelInstaller):
 
     def install(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
         """Copy the model, then let vLLM reload it from `tensors`."""
+        if self._plan is None:
+            self.prepare(manifest, tensors)
         assert self._plan is not None
         if self._before is None:
             refuse_half_way(self._model)
