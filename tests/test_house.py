@@ -55,7 +55,7 @@ NAMES_ALL_TRANSPORTS = frozenset({"registry"})
 
 # A module below this size that one other module imports is part of that one. (What only the face
 # of a package imports is public, and stands for itself.)
-FRAGMENT_LINES = 115
+FRAGMENT_LINES = 120
 
 # What no layer forbids and the plan of the house does.
 NEVERS: tuple[tuple[str, str, str], ...] = (
