@@ -11,6 +11,7 @@ engine; the last one makes its executor install, prove and acknowledge the updat
 
 import asyncio
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class PendingUpdate:
         batches: names of each batch that came.
         seen: all names of these.
         last: the request that came last.
+        has_begun: whether its install did.
 
     """
 
@@ -64,6 +66,7 @@ class PendingUpdate:
     batches: list[tuple[str, ...]] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     last: WeightUpdateRequest | None = None
+    has_begun: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -122,12 +125,18 @@ def _name(request: WeightUpdateRequest) -> str:
 
 
 class PendingUpdates:
-    """Takes the requests of one update at a time: a newer update ends the one before."""
+    """Takes the requests of one update at a time: a newer update ends the one before.
+
+    An update whose install began (`begin_install`) is no longer under way: neither a newer one nor
+    a word from its trainer ends it, only the end of its own install does.
+    """
 
     def __init__(self, *, gpu: str | None = None) -> None:
         """Wait for the first request."""
         self._gpu = gpu
         self._pending: PendingUpdate | None = None
+        # By the id in their requests. There may be several: the next update waits for its turn.
+        self._installing: dict[str, PendingUpdate] = {}
         self._ended: tuple[str, str] = ("", "")
 
     def accept(self, request: WeightUpdateRequest) -> PendingUpdate:
@@ -138,14 +147,19 @@ class PendingUpdates:
 
         Raises:
             UnknownUpdate: its first batch never came, or the update ended.
-            StaleUpdate: it begins an older update than the one under way, which goes on.
+            StaleUpdate: it begins an older update than the one under way, which goes on, or one
+                that is being installed.
             WeightBridgeError: it is not the batch that is due; the update is rejected.
 
         """
         pending = self._pending
         if request.batch == 0 and request.manifest is not None:
             first, manifest = self._manifests(request)
-            if pending is not None:
+            for installing in list(self._installing.values()):  # another thread may end one
+                _require_newer(manifest, installing.manifest, is_installing=True)
+            if pending is not None and pending.update_id == first.update_id:
+                self.finish("it began again")  # its sender did not hear of its first batch
+            elif pending is not None:
                 _require_newer(manifest, pending.manifest)
                 self.reject(f"version {manifest.weight_version} began before it was complete")
             pending = PendingUpdate(manifest, first.update_id, request.num_batches)
@@ -173,8 +187,27 @@ class PendingUpdates:
             self._ended = (pending.update_id, reason)
         return pending
 
+    def begin_install(self, pending: PendingUpdate) -> None:
+        """The install of a complete update begins; `end_install` is called when it is over."""
+        self._installing[pending.update_id] = pending
+        if self._pending is pending:
+            self.finish("all its batches came, and its install began")
+
+    def end_install(self, pending: PendingUpdate, error: BaseException | None = None) -> None:
+        """The install of `pending` is over, whatever is under way by now. Idempotent.
+
+        Args:
+            pending: what `begin_install` was called with.
+            error: what failed; None if it is installed.
+
+        """
+        self._installing.pop(pending.update_id, None)
+        if self._ended[0] == pending.update_id:
+            how = "it was loaded" if error is None else describe(error)
+            self._ended = (pending.update_id, how)
+
     def abandon(self, request: AbandonedWeightUpdateRequest) -> None:
-        """End an update that its trainer abandoned; an installed one stays."""
+        """End an update that its trainer abandoned; one whose install began goes on, or stays."""
         pending = self._pending
         if pending is not None and pending.update_id == request.update_id:
             self.reject(f"its trainer gave it up: {request.reason}")
@@ -206,10 +239,20 @@ class PendingUpdates:
         return first, manifest
 
 
-def _require_newer(manifest: WeightUpdateManifest, under_way: WeightUpdateManifest) -> None:
+def _require_newer(
+    manifest: WeightUpdateManifest, under_way: WeightUpdateManifest, *, is_installing: bool = False
+) -> None:
     """Refuse a late first batch: it must not end the newer update."""
-    is_of_one_stream = manifest.publisher_id == under_way.publisher_id
-    if is_of_one_stream and manifest.weight_version < under_way.weight_version:
+    if manifest.publisher_id != under_way.publisher_id:
+        return
+    if is_installing and manifest.weight_version == under_way.weight_version:
+        msg = (
+            f"version {manifest.weight_version} (update {manifest.update_id}) came again while it "
+            "is being installed, expected a later version. Wait until that install is over: send "
+            "it again if it failed."
+        )
+        raise StaleUpdate(msg)
+    if manifest.weight_version < under_way.weight_version:
         msg = (
             f"version {manifest.weight_version} (update {manifest.update_id}) is stale: version "
             f"{under_way.weight_version} is being received already. Publish a later version."
@@ -262,7 +305,9 @@ class BridgeTransferReceiver(PendingUpdates, WeightTransferReceiver):
             # In a thread: it may wait for bytes that are on the wire.
             tensors = await asyncio.to_thread(self.bridge.import_update, pending.manifest)
         except Exception as error:
-            self.fail(error)
+            if self._pending is pending:  # else it ended meanwhile, and another one may have begun
+                self.finish(describe(error))
+                self._give_up(pending, error)
             raise
         for name in request.names:
             yield name, tensors[name]
@@ -270,26 +315,36 @@ class BridgeTransferReceiver(PendingUpdates, WeightTransferReceiver):
     def reject(self, reason: str) -> None:
         """End the update under way, if there is one: its later batches are refused."""
         pending = self.finish(reason)
-        if pending is not None and self.bridge.active_update_id != pending.manifest.update_id:
-            try:
-                self.bridge.reject(pending.manifest, reason)
-            except WeightBridgeError:
-                # The bridge ended it already.
-                _LOG.debug("update %s was over", pending.manifest.update_id, exc_info=True)
+        if pending is not None:
+            self._reject(pending, reason)
 
-    def fail(self, error: BaseException) -> None:
-        """End the update under way, if there is one, because of `error`.
+    def end_install(self, pending: PendingUpdate, error: BaseException | None = None) -> None:
+        """The install of `pending` is over, whatever is under way by now. Idempotent.
 
-        It is rejected, unless nothing is wrong with it: after a shortage of this machine, or when
-        the engine is gone, the same update may come again from its first batch.
+        If it failed, it is rejected, unless nothing is wrong with it: after a shortage of this
+        machine, or when the engine is gone, the same update may come again from its first batch.
         """
+        try:
+            if error is not None and pending.update_id in self._installing:
+                self._give_up(pending, error)  # first: from then on it may come again
+        finally:
+            super().end_install(pending, error)
+
+    def _give_up(self, pending: PendingUpdate, error: BaseException) -> None:
         if not (isinstance(error, EngineLost) or is_shortage(error)):
-            self.reject(describe(error))
-            return
-        pending = self.finish(describe(error))
-        if pending is not None and self.bridge.active_update_id != pending.manifest.update_id:
+            self._reject(pending, describe(error))
+        elif self.bridge.active_update_id != pending.manifest.update_id:
             # An earlier batch may have imported it: it would keep its publisher's slot.
             self.bridge.release_imported(pending.manifest)
+
+    def _reject(self, pending: PendingUpdate, reason: str) -> None:
+        if self.bridge.active_update_id == pending.manifest.update_id:
+            return
+        try:
+            self.bridge.reject(pending.manifest, reason)
+        except WeightBridgeError:
+            # The bridge ended it already.
+            _LOG.debug("update %s was over", pending.manifest.update_id, exc_info=True)
 
     def close(self) -> None:
         """Release the update under way, and close the bridge. Idempotent."""
@@ -322,7 +377,8 @@ class ExecutorWeightLoader(WeightLoader):
     """Loads through a `RolloutExecutor`: an update is one transaction, however many batches it has.
 
     If a batch fails, the update is rejected, and the engine keeps what it held. After a shortage of
-    this machine the same update may come again.
+    this machine the same update may come again. Batches of the next update that come during an
+    install are taken; its own install waits for that one's end.
 
     Attributes:
         executor: as given.
@@ -340,6 +396,7 @@ class ExecutorWeightLoader(WeightLoader):
         """
         self.executor = executor
         self._in_thread = in_thread
+        self._turn = threading.Lock()
 
     def check_servable(self) -> None:
         """Check that the engine may answer requests: not before its first verified version.
@@ -371,18 +428,34 @@ class ExecutorWeightLoader(WeightLoader):
             async for _ in receiver.receive_weights(request):
                 pass  # every byte is verified; the engine gets all batches or none
             return
+        # From now on the next update may come, and its batches are kept: this one is ended by its
+        # own install alone, also if whoever waits for it has given up.
+        receiver.begin_install(pending)
+        if not self._in_thread:
+            self._install(receiver, pending)
+            return
         try:
-            adapter = self.executor.weight_install_adapter
-            if isinstance(adapter, BatchedLoadAdapter):
-                adapter.batches = tuple(pending.batches)
-            if self._in_thread:
-                await asyncio.to_thread(self.executor.update_weights, pending.manifest)
-            else:
-                self.executor.update_weights(pending.manifest)
-        except Exception as error:
-            receiver.fail(error)
+            await asyncio.to_thread(self._install, receiver, pending)
+        except asyncio.CancelledError as error:
+            if not pending.has_begun:  # no thread had taken it up, and none will
+                receiver.end_install(pending, error)
             raise
-        receiver.finish()
+
+    def _install(self, receiver: BridgeTransferReceiver, pending: PendingUpdate) -> None:
+        pending.has_begun = True
+        error: BaseException | None = None
+        try:
+            with self._turn:  # the batches are those of the update that is installed
+                adapter = self.executor.weight_install_adapter
+                if isinstance(adapter, BatchedLoadAdapter):
+                    adapter.batches = tuple(pending.batches)
+                self.executor.update_weights(pending.manifest)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            receiver.end_install(pending, error)
+            del error  # else its traceback would hold this frame, and this frame it
 
     def close(self) -> None:
         """End the executor, and release what its adapter holds of the engine, which goes on.
