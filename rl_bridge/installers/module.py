@@ -63,6 +63,8 @@ class _Mode(ABC):
 
     rebinds: ClassVar[bool] = False
     """Whether the engine's tensors get other storages, instead of other bytes in theirs."""
+    uses_addresses: ClassVar[bool] = True
+    """Whether `install` relies on where the engine's tensors were when they were matched."""
 
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
         self.memory = memory
@@ -279,6 +281,8 @@ def _first_elsewhere(table: TensorTable, bound: Binding, expected: Addresses) ->
 
 class _AliasMode(_RebindingMode):
     """Points the engine's tensors at the imported pages; addresses change with every version."""
+
+    uses_addresses: ClassVar[bool] = False
 
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
         super().__init__(memory, strict=strict, num_threads=num_threads)
@@ -515,7 +519,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
             self.prepare(manifest, tensors)
         assert self._update is not None
         with self._quiet():
-            if not self._is_dirty and self.mode != "alias":  # which takes no old address
+            if not self._is_dirty and self._mode.uses_addresses:
                 self._require_in_place(self._update)
             self._is_dirty = True
             self._mode.install(self._update)

@@ -62,14 +62,14 @@ class StateDirectory:
         self._is_closed = False
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
-            self._fd = open_fd(
+            lock_fd = open_fd(
                 os.open, self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
             )
         except OSError as error:
             raise self._unfit(error) from error
-        release = weakref.finalize(self, close_fd, self._fd)
+        release = weakref.finalize(self, close_fd, lock_fd)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (self.path / _FILE).touch(mode=0o600)
             self._db = sqlite3.connect(
                 self.path / _FILE, timeout=0, isolation_level=None, check_same_thread=False
