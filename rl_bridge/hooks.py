@@ -196,7 +196,7 @@ class StepSender(StepHook):
 
         Raises:
             WeightBridgeUnavailableError: an event loop runs in this thread.
-            Exception: whatever failed; the update is withdrawn.
+            Exception: whatever failed; see `WeightTransferSender.send_chunks`.
 
         """
         try:

@@ -65,11 +65,10 @@ class StoreOptions:
 
 
 def not_together(step: str, rank: int, what: str) -> str:
-    """Message of a publication to which not all ranks came."""
+    """Message of a step to which not all ranks came."""
     return (
-        f"rank {rank}: the ranks did not come together in step {step!r} of a group's publication: "
-        f"{what}. This rank has withdrawn its part. See to it that every rank publishes, then "
-        "publish a later version."
+        f"rank {rank}: the ranks did not come together in step {step!r}: {what}. See to it that "
+        "every rank takes part, then publish a later version."
     )
 
 

@@ -310,8 +310,8 @@ def read_messages(step: str, payloads: Sequence[bytes]) -> list[dict[str, Any]]:
     if failed:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
         msg = (
-            f"no rank publishes, since in step {step!r} some failed: {reasons}. Every rank has "
-            "withdrawn its part. Mend the cause, then publish a later version."
+            f"in step {step!r} some ranks failed: {reasons}. Mend the cause, then publish a later "
+            "version."
         )
         raise GroupAborted(msg, tuple(failed))
     return found
@@ -413,6 +413,7 @@ class GroupPublisher:
             if self._has_ended(error) or run.voted is None:
                 if run.part is not None:
                     self.bridge.release(run.part.update_id)
+                    error.add_note("rl_bridge: this rank has withdrawn its part.")
                 raise
             self._remember(run.voted)
             if not isinstance(error, Exception):
@@ -514,7 +515,7 @@ class GroupPublisher:
         if verdict != _COMMIT:
             msg = (
                 f"version {run.version}: no rank publishes it, another one ended it: {verdict}. "
-                "This rank has withdrawn its part. Mend the cause, then publish a later version."
+                "Mend the cause, then publish a later version."
             )
             raise GroupAborted(msg)
 

@@ -2,16 +2,16 @@
 
 The chunks are read once. The requests to the engines are batches of the update: whole modules,
 together up to a threshold. When `send_chunks` returns, every engine behind the client has
-installed, proven and acknowledged the update; when it raises, the update is withdrawn. Rank 0
-sends; the other ranks only take part in gathering. For engines that share GPUs with the trainer
-each rank publishes a copy on its own GPU: rank 0 gathers where the copies are, and refuses copies
-that differ.
+installed, proven and acknowledged the update; when it raises, the update is withdrawn, unless a
+note on the error says that it stands. Rank 0 sends; the other ranks only take part in gathering.
+For engines that share GPUs with the trainer each rank publishes a copy on its own GPU: rank 0
+gathers where the copies are, and refuses copies that differ.
 
 After each sync every rank runs the steps of `CleanUp`, in the one order that is safe: delete
 temporaries, so that nothing refers to shared memory; collect memory that other processes released;
 wait for the other ranks, so that none goes on while another one still sends; wait for the device;
 free cached blocks; drop the engines' cached prefixes. At the barrier the ranks tell each other what
-failed, so that all of them know the same.
+failed, and rank 0 tells which version stands: every rank keeps that one (`PublishedVersions`).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, Self, runtime_checkable
@@ -77,6 +77,52 @@ def share_json(
     return read_messages(step, exchange.gather(step, payload, timeout_s=timeout_s))
 
 
+class PublishedVersions:
+    """The versions that one rank has published and not released: one, and two during a sync.
+
+    The version that rank 0 sent last stands. Rank 0 tells it at the end of each sync, and every
+    rank then releases all others; a rank that does not hear it keeps them until it does.
+
+    Attributes:
+        standing: the version that stands, as far as this rank knows; None if none does.
+
+    """
+
+    def __init__(self) -> None:
+        """Begin without a version."""
+        self.standing: int | None = None
+        self._updates: dict[
+            int, tuple[TensorBridge, WeightUpdateManifest, list[WeightUpdateRequest]]
+        ] = {}
+
+    def add(
+        self,
+        bridge: TensorBridge,
+        manifest: WeightUpdateManifest,
+        requests: list[WeightUpdateRequest],
+    ) -> None:
+        """Record what was published through `bridge`, and the requests that send it."""
+        self._updates[manifest.weight_version] = bridge, manifest, requests
+
+    def keep(self, version: int | None) -> None:
+        """Release all versions but the one that stands."""
+        self.standing = version
+        for other in self._updates.keys() - {version}:
+            bridge, manifest, _ = self._updates.pop(other)
+            bridge.release(manifest.update_id)
+
+    def latest(self) -> tuple[WeightUpdateManifest, list[WeightUpdateRequest]]:
+        """The version that stands.
+
+        Raises:
+            UnknownUpdate: this rank does not have it, or there is none yet.
+
+        """
+        if self.standing is None or self.standing not in self._updates:
+            raise UnknownUpdate("this rank has no update that was sent. Call send_chunks first.")
+        return self._updates[self.standing][1:]
+
+
 class DeviceCalls(Protocol):
     """What the clean-up calls of a device; ``torch.cuda`` has it."""
 
@@ -106,12 +152,15 @@ class CleanUp:
     timeout_s: float = 600.0
 
     @asynccontextmanager
-    async def around(self, chunks: Iterable[object], client: object) -> AsyncIterator[None]:
+    async def around(
+        self, chunks: Iterable[object], client: object, versions: PublishedVersions
+    ) -> AsyncIterator[None]:
         """Run a sync, then the steps, also if the sync failed: then the caller gets its error.
 
         Args:
             chunks: of the sync.
             client: of the engines, whose cached prefixes are dropped; None for a helping rank.
+            versions: of this rank.
 
         Raises:
             GroupAborted: another rank failed, or did not come in time.
@@ -119,31 +168,34 @@ class CleanUp:
         """
         if self.exchange is not None:
             self.exchange.begin()
+        before = versions.standing
         try:
-            yield
-        except BaseException as error:
-            self.read_out(chunks, error)
             try:
-                await self._run(describe(error), chunks, client)
-            except Exception as second:  # noqa: BLE001 - the first failure is what the caller gets
-                error.add_note(f"rl_bridge: the clean-up failed, too: {describe(second)}")
+                yield
+            except BaseException as error:
+                try:
+                    await self._run(describe(error), chunks, client, versions)
+                except Exception as second:  # noqa: BLE001 - the caller gets the first failure
+                    error.add_note(f"rl_bridge: in the clean-up: {describe(second)}")
+                raise
+            await self._run("", chunks, client, versions)
+        except BaseException as error:
+            if versions.standing != before:
+                error.add_note(f"rl_bridge: version {versions.standing} was sent and stands.")
             raise
-        await self._run("", chunks, client)
 
     def read_out(self, chunks: Iterable[object], error: BaseException) -> None:
         """After a failure, take part in the remaining gathers of this sync.
 
         The other ranks wait for this rank's parts of the remaining chunks; without them their
-        process group is lost. This does nothing if another rank did not come, or if this rank was
-        interrupted.
+        process group is lost. A gather that broke off itself has ended the chunks: then this does
+        nothing, and the other ranks wait until the deadline of their process group.
 
         Args:
             chunks: that were not read to their end; a list's chunks are no gathers.
             error: what failed; gets a note if the rest could not be read.
 
         """
-        if not isinstance(error, Exception) or isinstance(error, GroupAborted):
-            return
         if self.exchange is None or not isinstance(chunks, Iterator):
             return
         try:
@@ -153,13 +205,20 @@ class CleanUp:
             _LOG.warning("chunks could not be read to their end", exc_info=True)
             error.add_note(f"rl_bridge: its other chunks could not be read: {describe(second)}")
 
-    async def _run(self, failure: str, chunks: Iterable[object], client: object) -> None:
+    async def _run(
+        self,
+        failure: str,
+        chunks: Iterable[object],
+        client: object,
+        versions: PublishedVersions,
+    ) -> None:
         """Run all steps, also if one fails: then the first error is raised at the end.
 
         Args:
             failure: what failed in the sync on this rank; empty if nothing did.
             chunks: a generator that was not read to its end holds one of them.
             client: of the engines, if this rank calls them.
+            versions: of this rank.
 
         """
         device = self.device
@@ -167,8 +226,7 @@ class CleanUp:
         if device is not None:
             steps.append(device.ipc_collect)
         if self.exchange is not None:
-            # In a thread: other ranks wait here for as long as the engines load.
-            steps.append(partial(asyncio.to_thread, self._share_failure, self.exchange, failure))
+            steps.append(partial(self._share_outcome, self.exchange, failure, versions))
         if device is not None:
             steps += [device.synchronize, device.empty_cache]
         reset = getattr(client, "reset_prefix_cache", None)
@@ -187,22 +245,28 @@ class CleanUp:
         if failures:
             raise failures[0]
 
-    def _share_failure(self, exchange: GroupExchange, failure: str) -> None:
-        """Tell the other ranks what failed here (empty: nothing), and learn what failed there."""
-        body: dict[str, object] = {"failure": failure[:_MAX_REASON]}
-        try:
-            bodies = share_json(exchange, "outcome", body, timeout_s=self.timeout_s)
-        finally:
-            exchange.decide("over")  # a rank that still waits for this sync need not wait longer
-        failed = {
-            rank: str(one.get("failure")) for rank, one in enumerate(bodies) if one.get("failure")
-        }
-        if failed and not failure:
+    async def _share_outcome(
+        self, exchange: GroupExchange, failure: str, versions: PublishedVersions
+    ) -> None:
+        """Tell what failed here (empty: nothing); learn what failed elsewhere, and what stands."""
+        failure = failure[:_MAX_REASON]
+        body: dict[str, object] = {"failure": failure, "standing": versions.standing}
+
+        def share() -> list[dict[str, Any]]:
+            try:
+                return share_json(exchange, "outcome", body, timeout_s=self.timeout_s)
+            finally:
+                # A rank that comes later need not wait, and learns why.
+                exchange.decide(failure or "over")
+
+        # In a thread: other ranks wait here for as long as the engines load.
+        bodies = await asyncio.to_thread(share)
+        versions.keep(bodies[0]["standing"])
+        bodies[exchange.rank]["failure"] = ""  # which this rank raises itself
+        failed = {rank: one["failure"] for rank, one in enumerate(bodies) if one["failure"]}
+        if failed:
             rank, why = next(iter(failed.items()))
-            msg = (
-                f"the sync failed on rank {rank}: {why}. This rank's part of it was done. Mend the "
-                "cause, then sync again."
-            )
+            msg = f"the sync failed on rank {rank}: {why}. Mend the cause, then sync again."
             raise GroupAborted(msg, tuple(failed))
 
 
@@ -260,6 +324,7 @@ class WeightTransferSender(ABC):
     def __init__(self, clean_up: CleanUp | None = None) -> None:
         """Run the steps of `clean_up` after each sync; None for one rank on a CPU."""
         self._clean_up = clean_up or CleanUp()
+        self._versions = PublishedVersions()
 
     async def send_chunks(
         self,
@@ -285,11 +350,12 @@ class WeightTransferSender(ABC):
 
         Raises:
             GroupAborted: the sync failed on another rank, or that rank is gone.
-            Exception: whatever failed, unchanged; the update is withdrawn.
+            Exception: whatever failed, unchanged; the update is withdrawn, unless a note on the
+                error says that it stands.
 
         """
         client = inference_client if self._is_sending else None
-        async with self._clean_up.around(chunks, client):
+        async with self._clean_up.around(chunks, client, self._versions):
             return await self._send(
                 chunks,
                 inference_client,
@@ -356,16 +422,13 @@ class BridgeTransferSender(WeightTransferSender):
         self.bridge = bridge
         self._request_type = request_type
         self._threshold_nbytes = checked_threshold(threshold_nbytes)
-        self._latest: tuple[WeightUpdateManifest, list[WeightUpdateRequest]] | None = None
 
     async def _send(
         self, chunks: Iterable[WeightChunk], client: InferenceClient, **options: Any
     ) -> WeightUpdateManifest:
         """Publish, and send the batches one after the other."""
         plan = BatchPlan(self._threshold_nbytes)
-        if options["weight_version"] is None:
-            options["weight_version"] = self._next_version()
-        manifest = self._publish(plan.noting(chunks), **options)
+        manifest = self._publish(chunks, plan, **options)
         try:
             requests = self._requests(manifest, plan.cut())
             for request in requests:
@@ -373,9 +436,9 @@ class BridgeTransferSender(WeightTransferSender):
         except BaseException as error:
             await self._withdraw(manifest, error, client)
             raise
-        previous, self._latest = self._latest, (manifest, requests)
-        if previous is not None:
-            self.bridge.release(previous[0].update_id)
+        self._versions.add(self.bridge, manifest, requests)
+        if self._is_sending:
+            self._versions.keep(manifest.weight_version)
         _LOG.info(
             "version %d: %d bytes in %d batches",
             manifest.weight_version,
@@ -392,9 +455,7 @@ class BridgeTransferSender(WeightTransferSender):
             Exception: whatever failed; the update stays published for the engines that have it.
 
         """
-        if self._latest is None:
-            raise UnknownUpdate("no update was sent yet. Call send_chunks first.")
-        manifest, requests = self._latest
+        manifest, requests = self._versions.latest()
         try:
             for request in requests:
                 await inference_client.update_named_weights(request)
@@ -405,7 +466,7 @@ class BridgeTransferSender(WeightTransferSender):
 
     def close(self) -> None:
         """Close the bridge; engines keep what they installed. Idempotent."""
-        self._latest = None
+        self._versions = PublishedVersions()
         self.bridge.close()
 
     # ---- the steps ------------------------------------------------------------------------------
@@ -414,8 +475,16 @@ class BridgeTransferSender(WeightTransferSender):
         last = self.bridge.publisher.last_version
         return 0 if last is None else last + 1
 
-    def _publish(self, chunks: Iterator[WeightChunk], **options: Any) -> WeightUpdateManifest:
-        return self.bridge.publish(chunks, **options)
+    def _publish(
+        self, chunks: Iterable[WeightChunk], plan: BatchPlan, **options: Any
+    ) -> WeightUpdateManifest:
+        try:
+            if options["weight_version"] is None:
+                options["weight_version"] = self._next_version()
+            return self.bridge.publish(plan.noting(chunks), **options)
+        except Exception as error:
+            self._clean_up.read_out(chunks, error)  # the other ranks are still gathering
+            raise
 
     def _requests(
         self, manifest: WeightUpdateManifest, batches: Sequence[tuple[str, ...]]
@@ -526,11 +595,10 @@ class CudaIpcTransferSender(BridgeTransferSender):
         exchange = self._clean_up.exchange
         self._is_sending = exchange is None or exchange.rank == 0
 
-    def _next_version(self) -> int:
+    def _agreed_version(self) -> int:
         """The next version, the same on every rank, also if one of them failed before."""
-        version = super()._next_version()
-        if self._clean_up.exchange is None:
-            return version
+        with self._reporting("version"):
+            version = self._next_version()
         bodies = self._share("version", {"version": version})
         found = [body.get("version") for body in bodies]
         if not all(isinstance(one, int) and one >= 0 for one in found):
@@ -541,14 +609,14 @@ class CudaIpcTransferSender(BridgeTransferSender):
             raise RanksDisagree(msg)
         return max(one for one in found if isinstance(one, int))
 
-    def _publish(self, chunks: Iterator[WeightChunk], **options: Any) -> WeightUpdateManifest:
-        try:
-            manifest = super()._publish(chunks, **options)
-        except Exception as error:
-            self._clean_up.read_out(chunks, error)  # first: the others are still gathering
-            with suppress(GroupAborted):  # which this very message causes, on every rank
-                self._share("handles", {"error": describe(error)})
-            raise
+    def _publish(
+        self, chunks: Iterable[WeightChunk], plan: BatchPlan, **options: Any
+    ) -> WeightUpdateManifest:
+        if options["weight_version"] is None:
+            # Before any rank gathers: if this fails on one of them, none does.
+            options["weight_version"] = self._agreed_version()
+        with self._reporting("handles"):
+            manifest = super()._publish(chunks, plan, **options)
         try:
             bodies = self._share("handles", {"gpu": self._gpu, "manifest": manifest.to_json()})
             self._handles = merge_handles(bodies)
@@ -556,6 +624,16 @@ class CudaIpcTransferSender(BridgeTransferSender):
             self.bridge.release(manifest.update_id)
             raise
         return manifest
+
+    @contextmanager
+    def _reporting(self, step: str) -> Iterator[None]:
+        """Tell the other ranks, which wait in `step`, what fails on this one."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(GroupAborted):  # which this very message causes, on every rank
+                self._share(step, {"error": describe(error)})
+            raise
 
     def _share(self, step: str, body: dict[str, object]) -> list[dict[str, object]]:
         ranks = self._clean_up

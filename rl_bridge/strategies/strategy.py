@@ -166,6 +166,7 @@ class WeightTransferStrategy(ABC):
         Raises:
             WeightBridgeUnavailableError: this machine cannot do it, or several ranks without an
                 exchange.
+            ValueError: `rank` is not the exchange's.
 
         """
         if rank == 0 or init_info is not None:
@@ -176,6 +177,9 @@ class WeightTransferStrategy(ABC):
                 "Pass exchange=, such as ProcessGroupExchange()."
             )
             raise WeightBridgeUnavailableError(msg)
+        if exchange is not None and exchange.rank != rank:
+            # Ranks believe the exchange's rank 0 about what was sent.
+            raise ValueError(f"rank={rank}: expected {exchange.rank}, as the exchange counts.")
         clean_up = CleanUp(
             device=torch.cuda if self.config.device == "cuda" else None,
             exchange=exchange,

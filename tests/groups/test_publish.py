@@ -86,6 +86,11 @@ def each(found: list[GroupManifest | BaseException], kind: type[BaseException], 
         assert text in str(one)
 
 
+def notes(error: object) -> list[str]:
+    """What an error says, and its notes."""
+    return [str(error), *getattr(error, "__notes__", ())]
+
+
 def test_a_gap_is_refused_on_every_rank_before_anything_is_published() -> None:
     ranks = shards(1, 3)
     tensors, placements = ranks[1]
@@ -162,7 +167,9 @@ def test_replicas_that_differ_are_refused_and_withdrawn() -> None:
     ranks = shards(1)
     ranks[1][0]["norm"] += 1
     with trainers(2, max_slots=1) as group:
-        each(group.try_publish(ranks, 1), RanksDisagree, "'norm' differs between rank 0 and rank 1")
+        found = group.try_publish(ranks, 1)
+        each(found, RanksDisagree, "'norm' differs between rank 0 and rank 1")
+        assert all("withdrawn its part" in "".join(notes(one)) for one in found)
         assert nothing_is_held(group)
         group.publish(shards(2), 2)
 
@@ -188,6 +195,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_others_withdraw() -> None:
         for one in group.try_publish(shards(1, 3), 1, ranks=[0, 2]):
             assert isinstance(one, GroupAborted)
             assert "ranks (1,)" in str(one) or "another rank ended it" in str(one)
+            assert "withdrawn" not in "".join(notes(one)), "nothing was published yet"
         assert nothing_is_held(group)
         assert group.publish(shards(2, 3), 2).weight_version == 2
 

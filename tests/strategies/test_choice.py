@@ -18,6 +18,7 @@ from rl_bridge.strategies.requests import (
 )
 from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 from tests.strategies.rig import run
+from tests.strategies.test_clean_up import exchanges
 
 CHOICES: list[tuple[dict[str, Any], type, str]] = [
     ({}, BroadcastWeightUpdateRequest, "not on the same machine"),
@@ -106,6 +107,12 @@ def test_a_helper_rank_without_an_exchange_is_refused() -> None:
     strategy = make_transfer_strategy(WeightTransferConfig(is_colocated=True))
     with pytest.raises(WeightBridgeUnavailableError, match="Pass exchange="):
         run(strategy.create_sender(EmptyWeightSyncInitInfo(), rank=1))
+
+
+def test_a_rank_that_its_exchange_counts_differently_is_refused() -> None:
+    strategy = make_transfer_strategy(WeightTransferConfig(is_colocated=True))
+    with pytest.raises(ValueError, match="rank=0: expected 1"):
+        run(strategy.create_sender(EmptyWeightSyncInitInfo(), exchange=exchanges(2)[1]))
 
 
 def test_gpu_memory_cannot_be_shared_where_there_is_no_gpu() -> None:

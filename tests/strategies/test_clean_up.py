@@ -104,8 +104,9 @@ def test_the_steps_are_taken_in_the_documented_order_when_the_engines_have_loade
 def test_a_step_that_fails_does_not_keep_the_others_from_being_taken() -> None:
     order: list[str] = []
     with noting(order, "ipc_collect") as r:
-        with pytest.raises(RuntimeError, match="the driver is gone"):
+        with pytest.raises(RuntimeError, match="the driver is gone") as caught:
             run(r.sender.send_chunks(Chunks(1, order), r.client))
+        assert caught.value.__notes__ == ["rl_bridge: version 0 was sent and stands."]
         assert order == ["load"] * 3 + [step for step in AFTER if step != "ipc_collect"]
 
 
@@ -144,3 +145,57 @@ def test_a_rank_that_never_comes_ends_the_wait_within_the_deadline() -> None:
     helper = HelperTransferSender(CleanUp(exchange=here, timeout_s=0.2))
     with pytest.raises(GroupAborted, match=r"no answer from ranks \(1,\)"), rig() as r:
         run(helper.send_chunks(chunks_of(weights(1)), r.client))
+
+
+def test_an_error_behind_the_send_says_that_the_version_stands_and_not_that_it_is_withdrawn() -> (
+    None
+):
+    here, there = exchanges(2)
+    with rig() as r:
+        r.sender._clean_up = CleanUp(exchange=here, timeout_s=0.2)
+        with pytest.raises(GroupAborted, match=r"no answer from ranks \(1,\)") as caught:
+            r.sync(1)
+        assert r.engine.holds(1)
+        told = [str(caught.value), *caught.value.__notes__]
+        assert told[-1] == "rl_bridge: version 0 was sent and stands."
+        assert not any("withdraw" in one or "no rank publishes" in one for one in told)
+        r.sender._clean_up = CleanUp(exchange=here, timeout_s=20)
+        helper = HelperTransferSender(CleanUp(exchange=there, timeout_s=20))
+
+        def broken() -> Iterator[WeightChunk]:
+            yield from chunks_of(weights(2))
+            raise MemoryError("no room")
+
+        calls: list[Callable[[], Any]] = [
+            lambda: r.sync(2),
+            lambda: run(helper.send_chunks(broken(), r.client)),
+        ]
+        mine, its = everywhere(calls)
+        assert isinstance(mine, GroupAborted)
+        assert "the sync failed on rank 1: MemoryError: no room" in str(mine)
+        assert isinstance(its, MemoryError)
+        for one in (mine, its):
+            assert one.__notes__ == ["rl_bridge: version 1 was sent and stands."]
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_rank_that_waited_in_a_gather_for_one_that_broke_off_learns_why(num: int) -> None:
+    here, there, *_ = exchanges(num)  # a third rank never comes
+    with rig() as r:
+        r.sender._clean_up = CleanUp(exchange=here, timeout_s=20)
+        helper = HelperTransferSender(CleanUp(exchange=there, timeout_s=0.1))
+
+        def broken() -> Iterator[WeightChunk]:
+            yield next(chunks_of(weights(1)))
+            raise MemoryError("no room")
+
+        def waiting() -> Iterator[WeightChunk]:
+            yield next(chunks_of(weights(1)))
+            # Meanwhile the other rank fails, waits for this one in vain, and raises.
+            (its,) = everywhere([lambda: run(helper.send_chunks(broken(), r.client))])
+            assert isinstance(its, MemoryError)
+            raise RuntimeError("the process group's deadline is over")
+
+        with pytest.raises(RuntimeError, match="the process group's deadline") as caught:
+            run(r.sender.send_chunks(waiting(), r.client))
+        assert "MemoryError: no room" in "".join(caught.value.__notes__)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,27 +64,51 @@ def gathered(version: int, exchange: GroupExchange) -> Iterator[WeightChunk]:
 class Ranks:
     """Two trainer ranks on two GPUs, and an engine on each; the memory is the host's."""
 
-    def __init__(self, stack: ExitStack, kind: Any) -> None:
-        self.senders = [
-            stack.enter_context(
-                CudaIpcTransferSender(
-                    make_weight_bridge("shared-memory", source_worker="trainer", source_rank=rank),
-                    kind,
-                    gpu=f"GPU-{rank}",
-                    threshold_nbytes=320,
-                    clean_up=CleanUp(exchange=exchange, timeout_s=20),
-                )
-            )
-            for rank, exchange in enumerate(exchanges(2))
-        ]
+    def __init__(self, stack: ExitStack, kind: Any, *, state_dir: Path | None = None) -> None:
+        self._stack = stack
+        self.exchanges = exchanges(2)
+        self.senders = [self._make_sender(exchange, kind, state_dir) for exchange in self.exchanges]
+        # Of each sync, the id of the update that each rank published last.
+        self.updates: list[list[str]] = []
+        self.client = Client([self.load])
+        self.join_engines()
+
+    def _make_sender(
+        self, exchange: GroupExchange, kind: Any, state_dir: Path | None
+    ) -> CudaIpcTransferSender:
+        rank = exchange.rank
+        own_dir = state_dir if rank == 1 else None
+        bridge = make_weight_bridge(
+            "shared-memory", source_worker="trainer", source_rank=rank, state_dir=own_dir
+        )
+        clean_up = CleanUp(exchange=exchange, timeout_s=20)
+        sender = CudaIpcTransferSender(
+            bridge, kind, gpu=f"GPU-{rank}", threshold_nbytes=320, clean_up=clean_up
+        )
+        return self._stack.enter_context(sender)
+
+    def join_engines(self) -> None:
+        """Start new engines, which take the place of those before."""
         self.receivers = [
-            stack.enter_context(
+            self._stack.enter_context(
                 BridgeTransferReceiver(make_weight_bridge("shared-memory"), gpu=f"GPU-{rank}")
             )
             for rank in range(2)
         ]
         self.got: list[dict[str, Any]] = [{}, {}]
-        self.client = Client([self.load])
+
+    def lose_requests(self) -> None:
+        """Let no request reach an engine from now on."""
+
+        def lose(_: WeightUpdateRequest) -> WeightUpdateRequest:
+            raise ConnectionError("engine 0 is down")
+
+        self.client.change = lose
+
+    def states(self, sync: int) -> list[str]:
+        """What each rank's bridge says of its copy of a sync."""
+        pairs = zip(self.senders, self.updates[sync], strict=True)
+        return [sender.bridge.update_status(update_id) for sender, update_id in pairs]
 
     async def load(self, request: WeightUpdateRequest) -> None:
         for receiver, got in zip(self.receivers, self.got, strict=True):
@@ -98,7 +123,7 @@ class Ranks:
 
     def sync(self, *versions: int) -> list[Any]:
         ranks = zip(self.senders, versions, exchanges(2), strict=True)
-        return everywhere(
+        found = everywhere(
             [
                 lambda sender=sender, version=version, exchange=exchange: run(  # type: ignore[misc]
                     sender.send_chunks(gathered(version, exchange), self.client)
@@ -106,6 +131,9 @@ class Ranks:
                 for sender, version, exchange in ranks
             ]
         )
+        latest = [sender.bridge.latest_manifest for sender in self.senders]
+        self.updates.append([one.update_id if one is not None else "" for one in latest])
+        return found
 
 
 @pytest.mark.parametrize("kind", [CudaIpcWeightUpdateRequest, PackedCudaIpcWeightUpdateRequest])
@@ -152,6 +180,88 @@ def test_a_rank_that_cannot_publish_tells_the_others() -> None:
         ranks.senders[1].bridge.publish = before  # type: ignore[method-assign]
         # Rank 0 has used up version 0, rank 1 has not: they agree on the next one all the same.
         assert [one.weight_version for one in ranks.sync(2, 2)] == [1, 1]
+
+
+def test_a_send_that_fails_on_rank_0_leaves_every_rank_at_the_previous_version() -> None:
+    with ExitStack() as stack:
+        ranks = Ranks(stack, PackedCudaIpcWeightUpdateRequest)
+        ranks.sync(1, 1)
+        ranks.lose_requests()
+        mine, its = ranks.sync(2, 2)
+        assert isinstance(mine, ConnectionError)
+        assert isinstance(its, GroupAborted)
+        assert "engine 0 is down" in str(its)
+        assert ranks.states(0) == ["published"] * 2
+        assert ranks.states(1) == ["released"] * 2
+        ranks.client.change = lambda request: request
+        ranks.join_engines()
+        assert run(ranks.senders[0].send_latest(ranks.client)).weight_version == 0
+        expected = weights(1)
+        assert all(got[name].equal(expected[name]) for got in ranks.got for name in expected)
+        assert [one.weight_version for one in ranks.sync(3, 3)] == [2, 2]
+        assert ranks.states(0) == ["released"] * 2
+        assert ranks.states(2) == ["published"] * 2
+
+
+def test_a_rank_that_does_not_hear_which_version_stands_keeps_both_until_it_does() -> None:
+    with ExitStack() as stack:
+        ranks = Ranks(stack, PackedCudaIpcWeightUpdateRequest)
+        ranks.sync(1, 1)
+        exchange: Any = ranks.exchanges[1]
+        gather = exchange.gather
+
+        def deaf(step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+            found: list[bytes] = gather(step, payload, timeout_s=timeout_s)
+            if step == "outcome":
+                raise GroupAborted("the store is gone")
+            return found
+
+        exchange.gather = deaf
+        mine, its = ranks.sync(2, 2)
+        assert mine.weight_version == 1
+        assert isinstance(its, GroupAborted)
+        assert ranks.states(0) == ["released", "published"]
+        assert ranks.states(1) == ["published"] * 2
+        exchange.gather = gather
+        ranks.lose_requests()
+        _, its = ranks.sync(3, 3)
+        # A sync that fails tells it as well: the version of the sync before stands.
+        assert "version 1 was sent and stands" in "".join(its.__notes__)
+        assert ranks.states(0) == ranks.states(2) == ["released"] * 2
+        assert ranks.states(1) == ["published"] * 2
+        ranks.client.change = lambda request: request
+        ranks.join_engines()
+        assert run(ranks.senders[0].send_latest(ranks.client)).weight_version == 1
+        expected = weights(2)
+        assert all(got[name].equal(expected[name]) for got in ranks.got for name in expected)
+
+
+def test_a_rank_whose_publisher_does_not_open_tells_the_others_and_no_rank_gathers(
+    tmp_path: Path,
+) -> None:
+    state_dir = tmp_path / "state"
+    state_dir.write_text("no directory")
+    with ExitStack() as stack:
+        ranks = Ranks(stack, PackedCudaIpcWeightUpdateRequest, state_dir=state_dir)
+        read: list[WeightChunk] = []
+
+        def noted() -> Iterator[WeightChunk]:
+            for chunk in chunks_of(weights(1)):
+                read.append(chunk)
+                yield chunk
+
+        mine, its = everywhere(
+            [
+                lambda sender=sender: run(sender.send_chunks(noted(), ranks.client))  # type: ignore[misc]
+                for sender in ranks.senders
+            ]
+        )
+        assert isinstance(mine, GroupAborted)
+        assert f"rank 1: {type(its).__name__}: {its}" in str(mine)
+        assert not isinstance(its, GroupAborted)
+        assert not read
+        state_dir.unlink()
+        assert [one.weight_version for one in ranks.sync(2, 2)] == [0, 0]
 
 
 def test_an_engine_on_another_gpu_is_told_which_ones_there_are() -> None:
