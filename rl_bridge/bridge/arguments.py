@@ -13,12 +13,12 @@ import torch
 from rl_bridge.errors import BridgeClosed, ForeignTransport, MalformedManifest
 from rl_bridge.lifecycle import Observer
 from rl_bridge.manifest.canonical import JSONValue
-from rl_bridge.manifest.group import AnyManifest, GroupManifest
+from rl_bridge.manifest.group import GROUP
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.trainers.state_dict import Source
 from rl_bridge.transports.base import Transport
 
-UpdateRef = str | AnyManifest
+UpdateRef = str | WeightUpdateManifest
 """What names an update: its id, its manifest, or the manifest's JSON text."""
 
 _MAX_RANK = 2**63 - 1
@@ -35,13 +35,10 @@ def as_update(given: object, *, caller: str) -> UpdateRef:
         WeightManifestValidationError: text that begins like a manifest and is none.
 
     """
-    if isinstance(given, WeightUpdateManifest | GroupManifest):
+    if isinstance(given, WeightUpdateManifest):
         return given
     if isinstance(given, str):
-        if not given.startswith("{"):
-            return given
-        kind = GroupManifest if GroupManifest.is_text(given) else WeightUpdateManifest
-        return kind.from_json(given)
+        return WeightUpdateManifest.from_json(given) if given.startswith("{") else given
     msg = (
         f"{caller} got a {type(given).__name__}, expected an update's id or its manifest. Pass "
         "what publish returned, or its update_id."
@@ -149,6 +146,12 @@ def as_manifest(given: object, *, caller: str) -> WeightUpdateManifest:
 
 def require_transport(manifest: WeightUpdateManifest, name: str) -> None:
     """Refuse what another transport carries: its handle means nothing here."""
+    if manifest.transport == GROUP and name != GROUP:
+        msg = (
+            f"version {manifest.weight_version} lies in the parts of several ranks, and a bridge "
+            f"of {name!r} reads one part. Import it by rl_bridge.groups.GroupBridge."
+        )
+        raise ForeignTransport(msg)
     if manifest.transport != name:
         msg = (
             f"version {manifest.weight_version} travels by {manifest.transport!r}, this bridge by "

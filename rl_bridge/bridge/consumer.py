@@ -48,7 +48,6 @@ from rl_bridge.errors import (
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue, plain
 from rl_bridge.manifest.compare import mismatch
-from rl_bridge.manifest.group import AnyManifest
 from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
@@ -89,7 +88,7 @@ class Order:
         self._rejected: dict[tuple[str, bytes], tuple[str, int]] = {}
         self._unseen: dict[str, None] = {}
 
-    def check(self, manifest: AnyManifest, *, reason: str | None) -> None:
+    def check(self, manifest: WeightUpdateManifest, *, reason: str | None) -> None:
         """Refuse what must not be imported.
 
         Args:
@@ -125,7 +124,7 @@ class Order:
             )
             raise StaleUpdate(msg)
 
-    def _is_below_floor(self, manifest: AnyManifest) -> bool:
+    def _is_below_floor(self, manifest: WeightUpdateManifest) -> bool:
         floor = self._floors.get(manifest.publisher_id)
         return (
             floor is not None
@@ -133,7 +132,7 @@ class Order:
             and (manifest.weight_version, manifest.update_id) != floor
         )
 
-    def _has_rejected(self, manifest: AnyManifest) -> bool:
+    def _has_rejected(self, manifest: WeightUpdateManifest) -> bool:
         update_id = manifest.update_id
         return (
             update_id in self._unseen
@@ -153,7 +152,7 @@ class Order:
             if publisher_id != manifest.publisher_id or rejected > version
         }
 
-    def rejected_copy(self, manifest: AnyManifest) -> None:
+    def rejected_copy(self, manifest: WeightUpdateManifest) -> None:
         """Never let this very manifest in again; its update may come with another header."""
         key = (manifest.update_id, manifest.header_digest)
         self._rejected[key] = (manifest.publisher_id, manifest.weight_version)

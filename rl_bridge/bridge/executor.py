@@ -39,7 +39,6 @@ from rl_bridge.installers.wrapped import Version, as_transactional
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.lifecycle import State
 from rl_bridge.manifest.compare import Policy
-from rl_bridge.manifest.group import AnyManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 
@@ -111,7 +110,7 @@ class RolloutExecutor:
     # ---- updates --------------------------------------------------------------------------------
 
     @deferred_interrupts()
-    def update_weights(self, manifest: AnyManifest | str) -> Mapping[str, torch.Tensor]:
+    def update_weights(self, manifest: WeightUpdateManifest | str) -> Mapping[str, torch.Tensor]:
         """Install one complete version, or leave everything as it was.
 
         Args:

@@ -9,8 +9,8 @@ from typing import Any
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
-from rl_bridge.groups.bridge import GROUP
 from rl_bridge.manifest.canonical import canonical_json
+from rl_bridge.manifest.group import GROUP
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.registry import canonical_name
 

@@ -42,7 +42,7 @@ from rl_bridge.groups.wanted import Wanted, WantedLayout, everything
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.lifecycle import Observer, State
 from rl_bridge.manifest.canonical import JSONValue
-from rl_bridge.manifest.group import AnyManifest, GroupManifest
+from rl_bridge.manifest.group import GROUP, GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
@@ -61,7 +61,6 @@ from rl_bridge.transports.registry import NIXL, Counters, canonical_name, transp
 from rl_bridge.transports.shared_memory import SharedMemory, SharedPublisher
 
 _LOG = logging.getLogger(__name__)
-GROUP = "group"
 # Each record holds its manifest: some megabytes if there are many tensors and ranks.
 _REMEMBERED = 8
 _OVER = frozenset({str(State.REJECTED), str(State.RELEASED)})
@@ -612,7 +611,7 @@ class GroupBridge(TensorBridge):
         return NIXL.counters(None if self._consumer is None else self.consumer.end.end_of("nixl"))
 
     @deferred_interrupts()
-    def import_update(self, manifest: AnyManifest | str) -> Mapping[str, torch.Tensor]:
+    def import_update(self, manifest: WeightUpdateManifest | str) -> Mapping[str, torch.Tensor]:
         """Assemble a group's version and import it. See `TensorBridge.import_update`."""
         # Held over both: another thread's update must not take the memory in between.
         consumer = self.consumer

@@ -14,7 +14,7 @@ import numpy as np
 from rl_bridge.errors import SuspiciousUpdate
 from rl_bridge.manifest.digest import DIGEST_NBYTES, digests_differ
 from rl_bridge.manifest.dtypes import narrows
-from rl_bridge.manifest.group import AnyManifest, GroupManifest
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 
@@ -41,7 +41,11 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def look_for_suspicion(
-    policy: Policy, previous: AnyManifest | None, update: AnyManifest, *, is_part: bool = False
+    policy: Policy,
+    previous: WeightUpdateManifest | None,
+    update: WeightUpdateManifest,
+    *,
+    is_part: bool = False,
 ) -> None:
     """Log what is suspicious about an update, such as that it changes nothing.
 
@@ -65,14 +69,12 @@ def look_for_suspicion(
 
 
 def compare(
-    previous: AnyManifest | None, update: AnyManifest, *, is_part: bool = False
+    previous: WeightUpdateManifest | None, update: WeightUpdateManifest, *, is_part: bool = False
 ) -> list[str]:
     """What is suspicious about `update` coming after `previous`; see `look_for_suspicion`."""
     if isinstance(previous, GroupManifest) and isinstance(update, GroupManifest):
         return _compare_groups(previous, update)
-    if not (
-        isinstance(previous, WeightUpdateManifest) and isinstance(update, WeightUpdateManifest)
-    ):
+    if previous is None or isinstance(previous, GroupManifest) or isinstance(update, GroupManifest):
         return []
     version = _versions(previous, update)
     findings = []
@@ -104,11 +106,11 @@ def _compare_groups(previous: GroupManifest, update: GroupManifest) -> list[str]
     return _of_trainable(_versions(previous, update), names)
 
 
-def _versions(previous: AnyManifest, update: AnyManifest) -> str:
+def _versions(previous: WeightUpdateManifest, update: WeightUpdateManifest) -> str:
     return f"version {update.weight_version} (after {previous.weight_version})"
 
 
-def _no_change(previous: AnyManifest, update: AnyManifest) -> str:
+def _no_change(previous: WeightUpdateManifest, update: WeightUpdateManifest) -> str:
     return (
         f"{_versions(previous, update)} changes nothing: both have root {update.root}. Did the "
         "optimizer step, and is this the model that it stepped on?"

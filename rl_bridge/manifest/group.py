@@ -1,23 +1,26 @@
 """`GroupManifest`: the record of one version that many ranks published together.
 
-Its JSON has what an update's manifest has, in the same order: ``format``, ``header`` (small, new
-for every version; in it the header of each rank's own manifest) and ``layout`` (large, the same for
-a whole run, sent once).
+It is a `WeightUpdateManifest` whose names, shapes and digests are those of the whole tensors, and
+whose bytes lie in several sealed parts: whatever takes a manifest takes either. Its JSON has the
+same three parts, in the same order: ``format``, ``header`` (small, new for every version; in it the
+header of each rank's own manifest) and ``layout`` (large, the same for a whole run, sent once).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import xxhash
 from pydantic import InstanceOf
 
 from rl_bridge.errors import DigestMismatch, MalformedManifest, RanksDisagree
 from rl_bridge.manifest.canonical import RESEND, JSONValue, canonical_json
-from rl_bridge.manifest.coverage import WholeTensor
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.group_layout import GroupLayout
-from rl_bridge.manifest.model import Identifier, LayoutCache, Manifest, WeightUpdateManifest
+from rl_bridge.manifest.model import LayoutCache, WeightUpdateManifest
 from rl_bridge.manifest.table import Layout, TensorTable
+
+GROUP = "group"
+"""What stands in place of a transport where each part has its own."""
 
 
 def group_update_id(parts: Sequence[WeightUpdateManifest]) -> str:
@@ -25,19 +28,22 @@ def group_update_id(parts: Sequence[WeightUpdateManifest]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(part.update_id for part in parts).encode("ascii"))
 
 
-class GroupManifest(Manifest):
+class GroupManifest(WeightUpdateManifest):
     """Immutable record of one version of an update group.
 
     Attributes:
         update_id: follows from the parts' ids.
-        group_id: the publisher id of rank 0: versions are ordered within one group.
+        publisher_id: that of rank 0: versions are ordered within one group.
+        source_worker: that of rank 0; `source_rank` is 0.
         weight_version: the same on every rank.
+        transport: ``group``: each part says by which transport it travels.
         created_at: seconds since the epoch (wall clock, for people).
         metadata: the user's own JSON values.
         parts: manifest of each rank's own update, by rank.
         digests: 16 bytes per whole tensor, sorted by name (`DigestPlan` says what each means).
         root: digest over all of them, 32 hexadecimal digits.
         layout: what the ranks hold; its coverage is proven.
+        table: the whole tensors, as one publisher would lay them out.
 
     Raises:
         WeightManifestValidationError: the subclass says what is wrong.
@@ -48,12 +54,22 @@ class GroupManifest(Manifest):
     KIND: ClassVar[str] = "group manifest"
     LAYOUT_FIELD: ClassVar[str] = "layout"
     LAYOUT_TYPE: ClassVar[type[Layout]] = GroupLayout
-    known_layouts: ClassVar[LayoutCache[GroupLayout]] = LayoutCache(8)
+    DERIVED: ClassVar[frozenset[str]] = frozenset(
+        {"handle", "source_rank", "source_worker", "table", "transport"}
+    )
+    known_layouts: ClassVar[LayoutCache[GroupLayout]] = LayoutCache(8)  # type: ignore[assignment]  # layouts of its own kind
 
-    update_id: Identifier
-    group_id: Identifier
     parts: tuple[InstanceOf[WeightUpdateManifest], ...]
     layout: InstanceOf[GroupLayout]
+
+    def __init__(self, /, **fields: Any) -> None:
+        """Validate `fields`; those that follow from others need not be given."""
+        parts, layout = fields.get("parts"), fields.get("layout")
+        if isinstance(parts, tuple) and parts and isinstance(parts[0], WeightUpdateManifest):
+            fields["source_worker"] = parts[0].source_worker
+        if isinstance(layout, GroupLayout):
+            fields["table"] = layout.table
+        super().__init__(**{**fields, "source_rank": 0, "transport": GROUP, "handle": {}})
 
     @classmethod
     def build(
@@ -79,7 +95,7 @@ class GroupManifest(Manifest):
         digests = layout.digest_plan.compute([part.digests for part in parts], blocks)
         return cls(
             update_id=group_update_id(parts),
-            group_id=parts[0].publisher_id,
+            publisher_id=parts[0].publisher_id,
             weight_version=parts[0].weight_version,
             created_at=parts[0].created_at,
             metadata=dict(metadata or {}),
@@ -125,10 +141,10 @@ class GroupManifest(Manifest):
             )
             raise RanksDisagree(msg)
         expected = (group_update_id(self.parts), self.parts[0].publisher_id)
-        if (self.update_id, self.group_id) != expected:
+        if (self.update_id, self.publisher_id) != expected:
             msg = (
-                f"version {self.weight_version}: update {self.update_id} of group {self.group_id} "
-                f"is not what its parts make, update {expected[0]} of group {expected[1]}. "
+                f"version {self.weight_version}: update {self.update_id} of {self.publisher_id} "
+                f"is not what its parts make, update {expected[0]} of {expected[1]}. "
                 f"{RESEND}"
             )
             raise DigestMismatch(msg)
@@ -157,24 +173,9 @@ class GroupManifest(Manifest):
             raise DigestMismatch(msg)
 
     @property
-    def tensors(self) -> Mapping[str, WholeTensor]:
-        """Name -> whole tensor."""
-        return self.layout.wholes
-
-    @property
-    def tensor_count(self) -> int:
-        """How many whole tensors."""
-        return len(self.layout.names)
-
-    @property
-    def total_nbytes(self) -> int:
-        """Bytes of the whole tensors."""
-        return self.layout.total_nbytes
-
-    @property
-    def publisher_id(self) -> str:
-        """Whose stream of versions it is of, by the name that an update's manifest has for it."""
-        return self.group_id
+    def group_id(self) -> str:
+        """Whose stream of versions it is of: the publisher id of rank 0."""
+        return self.publisher_id
 
     @property
     def world_size(self) -> int:
@@ -197,9 +198,9 @@ class GroupManifest(Manifest):
         """The header without what is long: the digests, and the parts."""
         return {
             "created_at": self.created_at,
-            "group_id": self.group_id,
             "layout_digest": self.layout_digest,
             "metadata": self.metadata,
+            "publisher_id": self.publisher_id,
             "root": self.root,
             "update_id": self.update_id,
             "weight_version": self.weight_version,
@@ -238,7 +239,3 @@ def _part(header: JSONValue, table: TensorTable) -> WeightUpdateManifest:
     WeightUpdateManifest.known_layouts.add(table)
     text = f'{{"format":"{WeightUpdateManifest.FORMAT}","header":{canonical_json(header)}}}'
     return WeightUpdateManifest.from_json(text)
-
-
-AnyManifest = WeightUpdateManifest | GroupManifest
-"""A manifest of one publisher alone, or of a group."""

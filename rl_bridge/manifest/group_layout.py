@@ -160,6 +160,12 @@ class GroupLayout(Layout):
         return MappingProxyType(prove_coverage(self.held))
 
     @cached_property
+    def table(self) -> TensorTable:
+        """The whole tensors, as one publisher would lay them out."""
+        wholes = self.wholes
+        return TensorTable.pack({name: (wholes[name].dtype, wholes[name].shape) for name in wholes})
+
+    @cached_property
     def places(self) -> Mapping[str, int]:
         """Place of each name."""
         return MappingProxyType({name: place for place, name in enumerate(self.names)})
@@ -168,11 +174,6 @@ class GroupLayout(Layout):
     def world_size(self) -> int:
         """How many ranks publish."""
         return len(self.parts)
-
-    @property
-    def total_nbytes(self) -> int:
-        """Bytes of the whole tensors; replicas do not count."""
-        return sum(whole.nbytes for whole in self.wholes.values())
 
     @cached_property
     def tables(self) -> tuple[TensorTable, ...]:
@@ -199,8 +200,7 @@ class GroupLayout(Layout):
     @cached_property
     def root_plan(self) -> RootPlan:
         """The prepared canonical lines of the whole tensors."""
-        wholes = [self.wholes[name] for name in self.names]
-        return RootPlan(self.names, [one.dtype for one in wholes], [one.shape for one in wholes])
+        return self.table.root_plan
 
     def document(self) -> dict[str, JSONValue]:
         """Plain JSON form; `text` is its canonical text."""

@@ -99,6 +99,8 @@ class Manifest(Frozen):
     LAYOUT_FIELD: ClassVar[str]
     """The field that holds the layout part."""
     LAYOUT_TYPE: ClassVar[type[Layout]]
+    DERIVED: ClassVar[frozenset[str]] = frozenset()
+    """Fields that follow from others: the text leaves them out."""
     known_layouts: ClassVar[LayoutCache[Any]]
 
     weight_version: Annotated[StrictInt, Field(ge=0, lt=2**63)]
@@ -222,8 +224,12 @@ class Manifest(Frozen):
             WeightManifestValidationError: its other subclasses, one per reason.
 
         """
+        found = cls._ascii(text)
+        for kind in cls.__subclasses__():
+            if kind.is_text(found):
+                return kind.from_json(found)
         try:
-            return cls._read(cls._ascii(text))
+            return cls._read(found)
         except RecursionError as error:
             # Just below the depth at which decoding fails, later steps do.
             msg = f"the {cls.KIND} nests too deep. {RESEND}"
@@ -254,7 +260,7 @@ class Manifest(Frozen):
         if not isinstance(header, dict):
             raise MalformedManifest(f"the {cls.KIND}'s header is no JSON object. {RESEND}")
         layout = cls._find_layout(header.pop("layout_digest", None), text[end:])
-        expected = cls.model_fields.keys() - {cls.LAYOUT_FIELD}
+        expected = cls.model_fields.keys() - {cls.LAYOUT_FIELD} - cls.DERIVED
         if expected != header.keys():
             msg = (
                 f"{cls.KIND} fields {sorted(expected - header.keys())} are missing, "
@@ -365,7 +371,9 @@ class Manifest(Frozen):
 class WeightUpdateManifest(Manifest):
     """Immutable record of one published update: identity, content digests, and where the bytes are.
 
-    Users get it from ``bridge.publish`` and send `to_json` to the rollout side.
+    Users get it from ``bridge.publish`` and send `to_json` to the rollout side. A version that many
+    ranks published together has several sealed parts: then it is a `GroupManifest`, which is one
+    kind of this, and which `from_json` reads as well.
 
     Attributes:
         update_id: 32 hexadecimal digits, unique.

@@ -33,8 +33,6 @@ from rl_bridge.ray.calls import Announcement
 from rl_bridge.ray.pairing import PairChoice, look_around, make_probe
 from rl_bridge.trainers.state_dict import Source
 
-Manifest = WeightUpdateManifest | GroupManifest
-
 _LOG = logging.getLogger(__name__)
 _HOME = "shared-memory"
 # Transports whose versions lie sealed in this machine's memory and can be imported here, too.
@@ -74,11 +72,11 @@ class _Channel:
 
     bridge: TensorBridge
     group: GroupPublisher | None
-    current: Manifest | None = None
-    before: Manifest | None = None
+    current: WeightUpdateManifest | None = None
+    before: WeightUpdateManifest | None = None
     is_used: bool = False
 
-    def release(self, manifest: Manifest) -> None:
+    def release(self, manifest: WeightUpdateManifest) -> None:
         """Release a version. Idempotent."""
         if self.group is None or not isinstance(manifest, GroupManifest):
             self.bridge.release(manifest.update_id)
@@ -263,7 +261,7 @@ class PublisherEndpoint:
             if channel.before is not None:
                 channel.release(channel.before)
                 channel.before = None
-        made: dict[str, Manifest] = {}
+        made: dict[str, WeightUpdateManifest] = {}
         try:
             for name, one in sorted(self._channels.items()):  # in the same order on all ranks
                 made[name] = self._publish(one, self._source(), weight_version, metadata)
@@ -334,7 +332,7 @@ class PublisherEndpoint:
         source: Source,
         version: int,
         metadata: Mapping[str, JSONValue] | None,
-    ) -> Manifest:
+    ) -> WeightUpdateManifest:
         """Publish alone, or this rank's part when all others publish theirs."""
         if channel.group is None or self._group is None:
             return channel.bridge.publish(source, weight_version=version, metadata=metadata)
@@ -342,7 +340,7 @@ class PublisherEndpoint:
         return channel.group.publish(source, placements, weight_version=version, metadata=metadata)
 
     @property
-    def _current(self) -> Manifest | None:
+    def _current(self) -> WeightUpdateManifest | None:
         """What was published last: on all channels the same."""
         found = (one.current for one in self._channels.values())
         return next((one for one in found if one is not None), None)
@@ -379,13 +377,13 @@ class PublisherEndpoint:
 
     @contextmanager
     def _opened(
-        self, bridge: TensorBridge, manifest: Manifest
+        self, bridge: TensorBridge, manifest: WeightUpdateManifest
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         """The tensors that this process published with a version, in its own sealed memory.
 
         A rank's part is unverified: whoever publishes it again compares the roots.
         """
-        if isinstance(manifest, WeightUpdateManifest):
+        if not isinstance(manifest, GroupManifest):
             try:
                 yield bridge.import_update(manifest)
             finally:
@@ -401,7 +399,7 @@ class PublisherEndpoint:
             end.settle()
 
 
-def _require_one_root(made: Mapping[str, Manifest]) -> None:
+def _require_one_root(made: Mapping[str, WeightUpdateManifest]) -> None:
     roots = {channel: manifest.root for channel, manifest in made.items()}
     if len(set(roots.values())) > 1:
         version = next(iter(made.values())).weight_version

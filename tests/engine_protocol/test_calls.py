@@ -22,7 +22,7 @@ from rl_bridge.engines.rpc import OTHER_RANK, failure_reply
 from rl_bridge.engines.serving import Serving, default_label
 from rl_bridge.engines.session import Session
 from rl_bridge.errors import DriverError, IncompatibleUpdate, SessionRefused, TransportUnavailable
-from rl_bridge.groups.bridge import GROUP
+from rl_bridge.manifest.group import GROUP
 
 IDLE = {"driver": "", "driver_name": "", "epoch": 0, "world_size": 1, "stage": "idle"}
 IDLE |= dict.fromkeys(("update_id", "weight_version", "root", "pending", "manifest"))

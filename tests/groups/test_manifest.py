@@ -198,7 +198,7 @@ ALTERED_HEADERS: list[tuple[Callable[[dict[str, Any]], object], type[Exception]]
     (lambda d: d["header"].__setitem__("root", "0" * 32), DigestMismatch),
     (lambda d: d["header"].__setitem__("root", None), MalformedManifest),
     (lambda d: d["header"].__setitem__("update_id", "0" * 32), DigestMismatch),
-    (lambda d: d["header"].__setitem__("group_id", "0" * 32), DigestMismatch),
+    (lambda d: d["header"].__setitem__("publisher_id", "0" * 32), DigestMismatch),
     (lambda d: d["header"].__setitem__("update_id", "../x"), MalformedManifest),
     (lambda d: d["header"].__setitem__("weight_version", 2), RanksDisagree),
     (lambda d: d["header"].__setitem__("weight_version", True), MalformedManifest),
