@@ -12,7 +12,7 @@ is undone on all ranks.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any
@@ -177,6 +177,8 @@ class EngineDriver(TransactionalAdapter):
             self._phases_ms["verify"] = slowest
             roots = {reply["verified"] for reply in replies}
             self.verified_root = roots.pop() if len(roots) == 1 else ""
+        staging = _joined(reply.get("staging", "") for reply in replies)
+        _LOG.info("version %d is staged on all ranks: %s", manifest.weight_version, staging or "-")
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Pause, then install and prove on all ranks or on none; after a failure all are back."""
@@ -429,7 +431,13 @@ def _joined_proof(proofs: Sequence[dict[str, Any]]) -> InstallProof:
         digested_nbytes=sum(proof["digested_nbytes"] for proof in proofs),
         identical_nbytes=sum(proof["identical_nbytes"] for proof in proofs),
         tensors=max(proof["tensors"] for proof in proofs),
+        staging=_joined(proof["staging"] for proof in proofs),
     )
+
+
+def _joined(said: Iterable[str]) -> str:
+    """What all ranks say, or what some and what others."""
+    return "+".join(sorted({*said} - {""}))
 
 
 def _describe_version(version: int | None) -> str:

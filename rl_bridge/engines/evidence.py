@@ -45,10 +45,11 @@ class Evidence:
         self._expected: dict[tuple[Route, torch.dtype], bytes] = {}
         self._dtypes = {name: dtype for name, (dtype, _) in kinds_of(manifest).items()}
         self._rows: dict[int, bytes] = {}
-        self._packed_nbytes = self._borrowed_nbytes = 0
-        self._borrowed: set[int] = set()
+        # Position of a target that was packed -> bytes that were read of it, or lent to it.
+        self._packed: dict[int, int] = {}
+        self._borrowed: dict[int, int] = {}
         # What the engine made of parameters: it has no digest in any manifest.
-        self._processed: list[TensorChange] = []
+        self._processed: dict[str, TensorChange] = {}
         self._derived: dict[str, bytes] = {}
 
     # ---- before the install ---------------------------------------------------------------------
@@ -93,12 +94,11 @@ class Evidence:
         if not (self._plan.targets[index].is_consumed or assembled.replaced):
             return
         if assembled.borrowed:
-            self._borrowed_nbytes += assembled.tensor.nbytes
-            self._borrowed.add(index)
+            self._borrowed[index] = assembled.tensor.nbytes
             for step in self._routes(index):
                 self._rows[self._row(step)] = digest_of(self._manifest, step.source)
             return
-        self._packed_nbytes += self._compare(self._parts(index, assembled.tensor))
+        self._packed[index] = self._compare(self._parts(index, assembled.tensor))
 
     def seal(self, tensors: Mapping[str, torch.Tensor], staged: Staged | None) -> None:
         """Look at what expectations were made of, and note what the engine made of parameters."""
@@ -108,8 +108,17 @@ class Evidence:
         check_sources(self._manifest, tensors, sorted(made_of), num_threads=threads)
         if staged is not None:
             self._check_complete(staged)
-            self._processed = [change for change in staged.tensors if change.index is None]
-            self._derived = self._derived_digests(staged, is_installed=False)
+            self.note(staged)
+
+    def note(self, staged: Staged) -> None:
+        """Note what the engine made of parameters, before anything of that is installed."""
+        processed = [change for change in staged.tensors if change.index is None]
+        self._processed |= {change.name: change for change in processed}
+        tensors = {change.name: change.fresh for change in processed}
+        for name, digest in self._digests({**tensors, **_attributes(staged)}).items():
+            before = self._derived.setdefault(name, digest)  # a version may be made twice
+            if digest != before:
+                raise ProofFailed(_text(name, "what was made before", digest, before))
 
     # ---- after it -------------------------------------------------------------------------------
 
@@ -125,14 +134,14 @@ class Evidence:
         return InstallProof(
             method="digest+canary" if has_canaries else "digest",
             root=self._root(),
-            digested_nbytes=nbytes + self._packed_nbytes,
-            identical_nbytes=self._borrowed_nbytes,
+            digested_nbytes=nbytes + sum(self._packed.values()),
+            identical_nbytes=sum(self._borrowed.values()),
             tensors=sum(row in self._rows for row in self._manifest.table.rows.values()),
         )
 
     def _check_parameters(self) -> int:
         """Compare what the engine keeps as it was loaded; returns how many bytes that is."""
-        processed = {id(change.live) for change in self._processed}
+        processed = {id(change.live) for change in self._processed.values()}
         parts: list[_Part] = []
         for index in self._plan.steps:
             target = self._plan.targets[index]
@@ -152,24 +161,18 @@ class Evidence:
                     "for this version. Install the update again."
                 )
                 raise ProofFailed(msg)
-        for name, digest in self._derived_digests(staged, is_installed=True).items():
+        tensors = {name: change.live for name, change in self._processed.items()}
+        for name, digest in self._digests({**tensors, **_attributes(staged)}).items():
             if digest != self._derived[name]:
                 raise ProofFailed(_text(name, "what was staged", digest, self._derived[name]))
         answered: set[tuple[int, int]] = set()
         for canary in staged.canaries:
             canary.check(answered)
-        return sum(change.live.nbytes for change in self._processed)
+        return sum(change.live.nbytes for change in self._processed.values())
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _derived_digests(self, staged: Staged, *, is_installed: bool) -> dict[str, bytes]:
-        """Digests of what the engine made of parameters: others, and what layers compute with."""
-        tensors = {one.name: one.live if is_installed else one.fresh for one in self._processed}
-        tensors |= {
-            f"{attribute.path}.{attribute.key}": attribute.value
-            for attribute in staged.attributes
-            if isinstance(attribute.value, torch.Tensor)
-        }
+    def _digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         found = digests_of(tensors.values(), num_threads=self._num_threads)
         return dict(zip(tensors, found, strict=True))
 
@@ -287,6 +290,15 @@ class Places:
                 "before the install. Call recover(), or start a fresh engine."
             )
             raise TornEngine(msg)
+
+
+def _attributes(staged: Staged) -> dict[str, torch.Tensor]:
+    """Tensors that layers compute with instead of parameters."""
+    return {
+        f"{attribute.path}.{attribute.key}": attribute.value
+        for attribute in staged.attributes
+        if isinstance(attribute.value, torch.Tensor)
+    }
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,16 +1,17 @@
 """`ModelInstaller`: installs updates into the model of one rank of an engine, all or nothing.
 
 The next version is made beside the serving one (`rl_bridge.engines.staging`), and the install
-exchanges them. Where an engine cannot have that, its own loader writes into the parameters that
-serve: then the model is copied aside first, byte for byte, and after any failure the copy is put
-back and compared. An engine supplies what is its own: see `EngineCompat` and the overridable steps.
+exchanges them. Where there is no memory for that, it is written through into the parameters that
+serve (`rl_bridge.engines.through`). Where the engine's own loader brings the bytes, the model is
+copied aside first, byte for byte, and after any failure the copy is put back and compared. An
+engine supplies what is its own: see `EngineCompat` and the overridable steps.
 """
 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -26,17 +27,30 @@ from rl_bridge.engines.load_plan import Kinds, LoadPlan, kinds_of, learn
 from rl_bridge.engines.shards import Shard, check_covered, shards_of
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.staging import (
+    BESIDE,
+    COPYING,
     LEARNING,
+    THROUGH,
     Exchange,
+    Need,
     SpareMemory,
     Staged,
+    Staging,
     TensorChange,
     assemble,
     check_budget,
     checked_budget,
+    checked_staging,
     is_alone,
 )
-from rl_bridge.errors import IncompatibleUpdate, ProofFailed
+from rl_bridge.engines.through import (
+    Layer,
+    Written,
+    is_as_loaded,
+    layers_of,
+    write_parameters,
+)
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -63,40 +77,46 @@ class ModelInstaller(TransactionalAdapter):
         compat: EngineCompat,
         *,
         cast: bool = False,
-        exchange: bool = True,
+        staging: Staging | None = None,
         memory_budget_nbytes: int | None = None,
         num_threads: int | None = None,
         num_ranks: int = 1,
     ) -> None:
         """Configure; the model is only looked at.
 
-        The budget is for the next version, and a copy of each parameter that is written in place.
+        With ``staging="beside"`` the budget is for the next version, and a copy of each parameter
+        that is written in place; with ``"through"`` for one layer, and for a copy of the model
+        where no version of ours is in it. None takes ``"beside"`` where the budget allows it.
         Of a model that is spread over several ranks, whoever asks them all checks that together
         they take every element: see `shards`.
         """
-        for name, flag in (("cast", cast), ("exchange", exchange)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}={flag!r}: expected True or False.")
+        if not isinstance(cast, bool):
+            raise TypeError(f"cast={cast!r}: expected True or False.")
         self._model = model
         self._compat = compat
         self._cast = cast
-        self._may_exchange = exchange
+        self._chosen = checked_staging(staging)
         self._budget = checked_budget(memory_budget_nbytes)
         self._num_threads = checked_threads(num_threads)
         self._num_ranks = num_ranks
         self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
         self._spares = SpareMemory()
         self._room: Pin | None = None  # where the last copy of the model was
+        self.staging = ""
+        """Where the update that was prepared last is made; empty: the engine's loader brings it."""
         # Of the update that is prepared:
         self._plan: LoadPlan | None = None
         self._evidence: Evidence | None = None
         self._staged: Staged | None = None
+        self._written: Written | None = None  # if it is written through
         # Of what an undo brings back, from the first install since the last commit:
         self._has_begun = False
         self._exchange = Exchange()
         self._places: Places | None = None
         self._snapshot: Snapshot | None = None
         self._untouched: Untouched | None = None
+        self._active: Written | None = None  # what serves, as far as that was written through
+        self._begun: dict[str, None] = {}  # layers that may not hold it any more
 
     # ---- what an engine may have of its own -----------------------------------------------------
 
@@ -141,6 +161,27 @@ class ModelInstaller(TransactionalAdapter):
         assemble(plan, tensors, staged.memory, num_threads=self._num_threads)
         return frozenset()
 
+    def _through_nbytes(self, plan: LoadPlan) -> int:
+        """What writing a version through takes while it is prepared and written."""
+        most = 0
+        for layer in layers_of(plan).values():
+            targets = (plan.targets[index] for group in layer for index in group)
+            most = max(most, sum(t.nbytes for t in targets if not is_as_loaded(t, t.serving())))
+        return most
+
+    def _rehearse(self, written: Written) -> None:
+        """Refuse what the engine would not make of a version; nothing is kept of it."""
+
+    def _write(self, written: Written, layer: Layer) -> Staged:
+        """Write one layer into the memory that serves; what for is there any more is known.
+
+        The snapshot, if there is one, is the way back; else the version before is written again.
+        """
+        indexes = [index for group in layer for index in group]
+        threads = self._num_threads
+        changes = write_parameters(written.plan, written.tensors, indexes, num_threads=threads)
+        return Staged(tensors=changes)
+
     def _keep_attributes(self, freed: Sequence[tuple[torch.nn.Module, object]]) -> None:
         """Keep what layers computed with before, if the next version can use its memory."""
 
@@ -165,17 +206,24 @@ class ModelInstaller(TransactionalAdapter):
         plan = self._plan_of(manifest, is_here=bool(tensors))
         check_taken(plan, manifest)
         check_same(plan, manifest)
-        exchanges = self._exchanges(plan, is_here=bool(tensors))
-        if not exchanges:
-            self._require_loadable(plan, manifest, is_here=bool(tensors))
-        self._check_room(plan, manifest, exchanges=exchanges)
+        way, nbytes = self._way(plan, manifest, is_here=bool(tensors))
+        version = manifest.weight_version
+        _LOG.info("version %d: %s takes %d bytes more", version, way, nbytes)
+        self.staging = {BESIDE: "beside", THROUGH: "through"}.get(way, "")
         evidence = Evidence(manifest, plan, num_threads=self._num_threads)
         if tensors:
             evidence.expect_of(tensors)
-            self._make(plan, tensors, evidence, exchanges=exchanges)
-        if not exchanges and self._snapshot is None:
+            self._make(plan, tensors, evidence, is_beside=way == BESIDE)
+        if way == THROUGH:
+            self._spares.clear()
+            self._written = Written.of(manifest, plan, tensors, evidence)
+            self._rehearse(self._written)
+        evidence.seal(tensors, self._staged)
+        if way != BESIDE and not self._has_way_back(is_here=bool(tensors)):
             room, self._room = self._room, None
-            self._snapshot = Snapshot(self._model, num_threads=self._num_threads, room=room)
+            self._snapshot = Snapshot(
+                self._model, num_threads=self._num_threads, room=room, is_on_host=way == THROUGH
+            )
         self._plan, self._evidence = plan, evidence
 
     def shards(self, manifest: WeightUpdateManifest) -> list[Shard]:
@@ -206,32 +254,44 @@ class ModelInstaller(TransactionalAdapter):
         )
 
     def install(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
-        """Exchange, or load by the engine's own loader. Prepares by itself where it must."""
+        """Exchange, or write it layer by layer. Prepares by itself where it must."""
         if self._evidence is None:
             self.prepare(manifest, tensors)
         self.begin()
         if self._staged is not None:
             self._exchange.apply(self._staged)
-            return
-        model: Any = self._model
-        model.load_weights(iter(tensors.items()))
+        elif self._written is not None:
+            for name, layer in layers_of(self._written.plan).items():
+                self._begun[name] = None
+                if self._active is not None:
+                    self._active.layers.pop(name, None)  # with what it computed with
+                self._written.layers[name] = self._write(self._written, layer)
 
     def prove(self) -> InstallProof:
         """Read what the engine holds."""
         if self._evidence is None or self._untouched is None:
             msg = "nothing was installed that could be proven. Call install first."
             raise ProofFailed(msg)
-        proof = self._evidence.check(self._staged)
+        written = self._written
+        proof = self._evidence.check(self._staged if written is None else written.staged())
         self._untouched.check()
         self._check_model()  # a step of the model may have made a copy since
-        return proof
+        return replace(proof, staging=self.staging)
 
     def undo(self) -> None:
-        """Exchange back, or put back what was copied aside: the engine has what it had."""
+        """Exchange back, put back what was copied, or write the version before: all is as it was.
+
+        Raises:
+            TornEngine: it is not.
+
+        """
         if self._has_begun:
             self._exchange.undo()
             if self._snapshot is not None:
                 self._snapshot.restore()
+            elif self._active is not None and self._begun:
+                self._write_back(self._active)
+            self._begun = {}
             if self._places is not None:
                 self._places.check()
             self._has_begun = False
@@ -240,7 +300,7 @@ class ModelInstaller(TransactionalAdapter):
     def abandon(self) -> None:
         """Forget what was prepared; what the undo of a begun install needs stays."""
         staged, self._staged = self._staged, None
-        self._plan = self._evidence = None
+        self._plan = self._evidence = self._written = None
         if self._has_begun:
             return
         if staged is not None:
@@ -253,25 +313,34 @@ class ModelInstaller(TransactionalAdapter):
 
     def commit(self) -> None:
         """The memory of the version before is the next one's."""
+        if self._has_begun:
+            # Another one's tensors are whoever's: he may write to them.
+            is_kept = self._written is not None and self._written.pin is not None
+            self._active, self._begun = self._written if is_kept else None, {}
         self._has_begun = False
         staged, self._staged = self._staged, None
         memory, attributes = self._exchange.forget()
         del staged
         self.abandon()
-        self._keep_attributes(attributes)
-        self._spares.keep(memory)
+        if self._active is None:
+            self._keep_attributes(attributes)
+            self._spares.keep(memory)
+        else:
+            self._room = None  # no copy is made any more
 
     def release(self, update_id: str) -> None:
-        """Nothing is kept of an update: the engine has memory of its own."""
+        """The engine has memory of its own; an undo of the next update needs a copy then."""
+        if self._active is not None and self._active.manifest.update_id == update_id:
+            self._active = None
 
     # ---- inside ---------------------------------------------------------------------------------
 
     def _make(
-        self, plan: LoadPlan, tensors: Tensors, evidence: Evidence, *, exchanges: bool
+        self, plan: LoadPlan, tensors: Tensors, evidence: Evidence, *, is_beside: bool
     ) -> None:
-        """Make the next version of an update that is imported here, and look at its numbers."""
+        """Look at the numbers of an update that is imported here, and make it if it is to be."""
         finite: AbstractSet[str] = frozenset()
-        if exchanges:
+        if is_beside:
             self._staged = Staged()  # noted first: what fails half-way is let go of
             try:
                 finite = self._stage(plan, tensors, self._staged, evidence)
@@ -281,7 +350,6 @@ class ModelInstaller(TransactionalAdapter):
                 raise
         check_finite(tensors, plan.taken - finite, num_threads=self._num_threads)
         check_casts(plan, tensors)
-        evidence.seal(tensors, self._staged)
 
     def _plan_of(self, manifest: WeightUpdateManifest, *, is_here: bool) -> LoadPlan:
         digest = manifest.table.digest
@@ -289,9 +357,8 @@ class ModelInstaller(TransactionalAdapter):
             kinds = kinds_of(manifest)
 
             def admit(noted: LoadPlan, nbytes: int) -> None:
-                exchanges = self._exchanges(noted, is_here=is_here)
-                self._check_room(noted, manifest, exchanges=exchanges)
-                check_budget(nbytes, self._budget, manifest.weight_version, LEARNING)
+                self._way(noted, manifest, is_here=is_here)
+                check_budget({LEARNING: Need(nbytes)}, self._budget, manifest.weight_version)
 
             plan = self._learned(kinds, admit)
             if self._num_ranks == 1:
@@ -304,48 +371,81 @@ class ModelInstaller(TransactionalAdapter):
         self._plans.move_to_end(digest)
         return self._plans[digest]
 
-    def _exchanges(self, plan: LoadPlan, *, is_here: bool) -> bool:
-        if not is_here:
-            return False
-        reason = self._why_not_exchange(plan) if self._may_exchange else "exchange=False"
-        if reason is not None:
-            _LOG.info("the update is loaded into the memory that serves: %s", reason)
-        return reason is None
-
-    def _require_loadable(
+    def _way(
         self, plan: LoadPlan, manifest: WeightUpdateManifest, *, is_here: bool
-    ) -> None:
-        """Make sure that the engine's loader may write, and that there is a way back."""
-        if self._exchange.is_begun:
+    ) -> tuple[str, int]:
+        """How the update gets in, and what that takes; refused if there is no room for any way.
+
+        Raises:
+            IncompatibleUpdate: an undo would not bring back what this update writes to.
+
+        """
+        needs = {}
+        reason = self._why_not_exchange(plan) if is_here else "the engine's own loader brings it"
+        if reason is None and self._chosen != "through":
+            needs[BESIDE] = self._beside_need(plan)
+        if is_here and (reason is not None or self._chosen != "beside"):
+            needs[THROUGH] = self._through_need(plan)
+        if not is_here:
+            needs[COPYING] = Need(0 if self._snapshot is not None else self._copy_nbytes())
+        way = check_budget(needs, self._budget, manifest.weight_version)
+        has_copy = self._snapshot is not None
+        if way != BESIDE and (
+            self._exchange.is_begun or (self._begun and not is_here and not has_copy)
+        ):
             msg = (
-                f"version {manifest.weight_version} would be written by the engine's loader, and "
-                "an install is neither undone nor committed, whose undo has no copy of what that "
-                "writes to. Call undo first."
+                f"version {manifest.weight_version} would be written into the memory that serves, "
+                "and an install is neither undone nor committed, whose undo has no copy of what "
+                "that writes to. Call undo first."
             )
             raise IncompatibleUpdate(msg)
-        if not is_here or torch.is_inference_mode_enabled():
-            return
-        for index in plan.steps:  # loaders are in the middle of the model when torch refuses
-            if plan.targets[index].serving().is_inference():
-                msg = (
-                    f"parameter {plan.targets[index].name!r} was made in inference mode, expected "
-                    "an ordinary one: torch lets nobody write to it outside of that mode. Load the "
-                    "model outside of torch.inference_mode()."
-                )
-                raise IncompatibleUpdate(msg)
+        if reason is not None:
+            _LOG.debug("nothing is staged beside what serves: %s", reason)
+        return way, needs[way].nbytes
 
-    def _check_room(
-        self, plan: LoadPlan, manifest: WeightUpdateManifest, *, exchanges: bool
-    ) -> None:
-        if exchanges:
-            lives = (plan.targets[index].live for index in plan.steps)
-            # An install copies aside what it writes in place.
-            aside = sum(live.nbytes for live in lives if live is not None and not is_alone(live))
-            needed = self._staging_nbytes(plan) + aside
-        elif self._snapshot is None:
-            # What a second copy of the model takes; what has two names is in it once.
-            every = {tensor_key(one): one for one in every_engine_tensor(self._model).values()}
-            needed = sum(tensor.numel() * tensor.element_size() for tensor in every.values())
-        else:
-            return
-        check_budget(needed, self._budget, manifest.weight_version)
+    def _beside_need(self, plan: LoadPlan) -> Need:
+        lives = [plan.targets[index].live for index in plan.steps]
+        # An install copies aside what it writes in place.
+        aside = sum(live.nbytes for live in lives if live is not None and not is_alone(live))
+        return Need(self._staging_nbytes(plan) + aside, self._device)
+
+    def _through_need(self, plan: LoadPlan) -> Need:
+        layer = self._through_nbytes(plan)
+        if self._has_way_back(is_here=True):
+            return Need(layer, self._device)
+        return Need(layer + self._copy_nbytes())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters(), torch.empty(0, device="cpu")).device
+
+    def _copy_nbytes(self) -> int:
+        """What a copy of the model takes; what has two names is in it once."""
+        every = {tensor_key(one): one for one in every_engine_tensor(self._model).values()}
+        return sum(tensor.numel() * tensor.element_size() for tensor in every.values())
+
+    def _has_way_back(self, *, is_here: bool) -> bool:
+        """Whether an undo needs no copy of the model that is still to be made."""
+        if self._snapshot is not None or not is_here or self._active is None:
+            return self._snapshot is not None
+        if not self._begun:  # else it was looked at
+            try:
+                self._active.evidence.check(self._active.staged())
+            except ProofFailed as error:
+                _LOG.info("the engine was loaded by somebody else meanwhile: %s", error)
+                self._active = None
+        return self._active is not None
+
+    def _write_back(self, before: Written) -> None:
+        if self._written is not None:
+            self._written.layers.clear()  # with what they compute with
+        before.refresh()
+        for name, layer in layers_of(before.plan).items():
+            if name in self._begun:
+                before.layers[name] = self._write(before, layer)
+        try:
+            before.evidence.check(before.staged())
+        except ProofFailed as error:
+            version = before.manifest.weight_version
+            msg = f"undo failed, although version {version} was written once more: {error}"
+            raise TornEngine(msg) from error

@@ -169,6 +169,7 @@ class EngineRank:
         reply: Reply = {
             "timings_ms": {**told, **self._timings_ms},
             "verified": manifest.root if imports else "",
+            "staging": getattr(self.installer, "staging", ""),
         }
         if given and given.get("shards"):
             reply["shards"] = self.shards(manifest)

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
@@ -144,6 +144,10 @@ class SpareMemory:
         for start, nbytes in _merged(ranges):
             vm.spare_pages(start, nbytes)
 
+    def clear(self) -> None:
+        """Keep none."""
+        self._free = {}
+
     def _is_made_here(self, address: int) -> bool:
         return any(
             buffer() is not None and start <= address < start + nbytes
@@ -199,8 +203,21 @@ def _looking_at(tensor: torch.Tensor) -> int:
 
 _ALONE = _looking_at(torch.nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False))
 
-STAGING = "staging it beside the serving one"
+BESIDE = "staging it beside the serving one"
+THROUGH = "writing it through into the serving one"
+COPYING = "a copy of the serving one, which the undo needs,"
 LEARNING = "trying the engine's loader on numbers, before its first update"
+
+
+Staging = Literal["beside", "through"]
+"""Where the next version is made: beside the serving one, or right in its memory."""
+
+
+def checked_staging(staging: Staging | None) -> Staging | None:
+    """The choice as it was given; None lets the memory choose."""
+    if staging is not None and staging not in get_args(Staging):
+        raise ValueError(f"staging={staging!r}: expected one of {get_args(Staging)}, or None.")
+    return staging
 
 
 def checked_budget(memory_budget_nbytes: int | None) -> int | None:
@@ -212,17 +229,38 @@ def checked_budget(memory_budget_nbytes: int | None) -> int | None:
     return memory_budget_nbytes
 
 
-def check_budget(needed: int, budget: int | None, version: int, what: str = STAGING) -> None:
-    """Refuse what does not fit."""
-    given = vm.available_memory() if budget is None else budget
-    if given is not None and needed > given:
+class Need(NamedTuple):
+    """Memory that something takes more."""
+
+    nbytes: int
+    device: torch.device = torch.device("cpu")
+
+
+def check_budget(needs: Mapping[str, Need], budget: int | None, version: int) -> str:
+    """Choose the first that fits of what would do, by the memory that each takes.
+
+    Raises:
+        WeightBridgeUnavailableError: the machine has not enough for any of them just now.
+        IncompatibleUpdate: the budget does not allow any of them.
+
+    """
+    told = []
+    for what, need in needs.items():
+        given = _available(need.device) if budget is None else budget
+        if given is None or need.nbytes <= given:
+            return what
         whose = "the machine has" if budget is None else "memory_budget_nbytes allows"
-        msg = (
-            f"version {version}: {what} takes {needed} bytes more, "
-            f"{whose} {given}. Free memory, or give the engine's caches less."
-        )
-        # Of what the machine has there may be more the next time.
-        raise WeightBridgeUnavailableError(msg) if budget is None else IncompatibleUpdate(msg)
+        told.append(f"{what} takes {need.nbytes} bytes more, {whose} {given}")
+    msg = f"version {version}: {'; '.join(told)}. Free memory, or give the engine's caches less."
+    # Of what the machine has there may be more the next time.
+    raise WeightBridgeUnavailableError(msg) if budget is None else IncompatibleUpdate(msg)
+
+
+def _available(device: torch.device) -> int | None:
+    """Memory that the machine has to give; None where nobody knows."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return vm.available_memory()
 
 
 # ---- making the next version --------------------------------------------------------------------
@@ -293,8 +331,8 @@ class Exchange:
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything may have been exchanged since the last `undo` or `forget`."""
-        return bool(self._tensors or self._attributes)
+        """Whether a parameter may have been exchanged since the last `undo` or `forget`."""
+        return bool(self._tensors)
 
     def apply(self, staged: Staged) -> None:
         """Exchange everything that was staged."""
@@ -305,7 +343,11 @@ class Exchange:
             else:
                 self._tensors.append((change, change.live.detach().clone(), False))
                 change.live.data.copy_(change.fresh)
-        for attribute in staged.attributes:
+        self.replace(staged.attributes)
+
+    def replace(self, attributes: Iterable[AttributeChange]) -> None:
+        """Exchange only what layers compute with."""
+        for attribute in attributes:
             state = vars(attribute.module)
             self._attributes.append((attribute, state.get(attribute.key, _ABSENT)))
             state[attribute.key] = attribute.value

@@ -50,6 +50,8 @@ class InstallProof:
         digested_nbytes: bytes read and digested in the engine.
         identical_nbytes: bytes shown to be the verified ones, without reading them again.
         tensors: how many tensors of the update it covers.
+        staging: where an engine made the version: ``beside`` the serving one, or ``through``: right
+            in its memory; empty if there is no such choice.
 
     """
 
@@ -58,6 +60,7 @@ class InstallProof:
     digested_nbytes: int = 0
     identical_nbytes: int = 0
     tensors: int = 0
+    staging: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON form, as the acknowledgement carries it."""

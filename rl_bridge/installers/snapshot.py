@@ -32,6 +32,7 @@ class Snapshot:
         *,
         num_threads: int | None = None,
         room: Pin | None = None,
+        is_on_host: bool = False,
     ) -> None:
         """Copy every tensor, on whatever device. Costs the engine's weights once more in memory.
 
@@ -39,6 +40,7 @@ class Snapshot:
             engine: what is copied.
             num_threads: threads that copy; None takes the usable cores.
             room: memory of an earlier one, as `give_room` gave it; it is used if it has the size.
+            is_on_host: whether copies of a device's tensors are on the host; else on the device.
 
         Raises:
             IncompatibleUpdate: a tensor that cannot be copied aside.
@@ -62,7 +64,7 @@ class Snapshot:
             if data.is_cpu and not_plain(data) is None and data.is_contiguous():
                 dense.append(data)
             else:
-                self._others[name] = _cloned(name, data)
+                self._others[name] = _cloned(name, data, is_on_host=is_on_host)
         sizes = np.array([data.numel() * data.element_size() for data in dense], np.uint64)
         ends = np.cumsum(sizes, dtype=np.uint64)
         self._plan = BytePlan(sizes)
@@ -109,7 +111,7 @@ class Snapshot:
             or not _same_view(owner, self._data[name])
             or (
                 name in self._others
-                and not torch.equal(_each_once(raw_elements(owner)), self._others[name])
+                and not _is_equal(_each_once(raw_elements(owner)), self._others[name])
             )
         ]
         lost += now.keys() - self._owners.keys()
@@ -140,13 +142,18 @@ def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _cloned(name: str, data: torch.Tensor) -> torch.Tensor:
+def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    return torch.equal(tensor.to(copy.device), copy)
+
+
+def _cloned(name: str, data: torch.Tensor, *, is_on_host: bool) -> torch.Tensor:
     reason = not_plain(data)
     is_elsewhere = data.layout is torch.strided and not data.is_cpu and type(data) is torch.Tensor
     if reason is not None and not is_elsewhere and not (data.is_conj() or data.is_neg()):
         msg = f"tensor {name!r} of the engine {reason}; it cannot be copied aside for an undo."
         raise IncompatibleUpdate(msg)
-    return _each_once(raw_elements(data)).clone()
+    once = _each_once(raw_elements(data))
+    return once.to("cpu", copy=True) if is_on_host else once.clone()
 
 
 def _each_once(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""The engine protocol, kept by the small engine of the documentation: by import, and by a file."""
+"""The engine protocol, kept by the small engine of the documentation: by import, and by a file.
+
+Versions that it imports are made beside the serving one, or written through into its memory.
+"""
 
 import sys
 from pathlib import Path
@@ -14,6 +17,7 @@ from rl_bridge import (
     WeightUpdateManifest,
     make_weight_bridge,
 )
+from rl_bridge.engines import EngineDriver
 from rl_bridge.errors import IncompatibleUpdate, SessionRefused
 
 HOME = Path(__file__).resolve().parents[2] / "docs" / "examples" / "small_engine"
@@ -31,6 +35,13 @@ class TestSmallEngine(small.TestSmallEngine):
 
     kills = ("install",)
     every = 5
+
+
+class TestSmallEngineThrough(TestSmallEngine):
+    """Written into the memory that serves."""
+
+    def make_driver(self, engine: Any, **options: Any) -> EngineDriver:
+        return small_engine_adapter(engine, staging="through", **options)
 
 
 @pytest.mark.full

@@ -189,17 +189,6 @@ def test_memory_that_serves_is_never_spare(driver: Driver) -> None:
     assert equal(held(driver.model), loaded(1))
 
 
-def test_the_loader_is_used_where_nothing_may_be_exchanged() -> None:
-    driver = Driver(Model(), exchange=False)
-    with driver.bridge:
-        memory = places(driver.model)
-        driver.update(1)
-        driver.install(2)
-        driver.installer.undo()
-        assert places(driver.model) == memory
-        assert equal(held(driver.model), loaded(1))
-
-
 def test_a_parameter_that_is_a_part_of_other_memory_gets_its_own(driver: Driver) -> None:
     memory = torch.zeros(HIDDEN, HIDDEN)
     part = torch.nn.Parameter(memory[:, HIDDEN // 2 :], requires_grad=False)
@@ -267,11 +256,16 @@ def test_parameters_that_somebody_looks_at_count_twice(
     view = driver.model.cut.weight.data if is_looked_at else None
     needed += 0 if view is None else view.nbytes
     compat = EngineCompat()
-    driver.installer = ModelInstaller(driver.model, compat, memory_budget_nbytes=needed - 1)
+
+    def update(seed: int, nbytes: int) -> None:
+        driver.installer = ModelInstaller(
+            driver.model, compat, staging="beside", memory_budget_nbytes=nbytes
+        )
+        driver.update(seed)
+
     with pytest.raises(IncompatibleUpdate, match=f"takes {needed} bytes more"):
-        driver.update(1)
-    driver.installer = ModelInstaller(driver.model, compat, memory_budget_nbytes=needed)
-    driver.update(2)
+        update(1, needed - 1)
+    update(2, needed)
 
 
 def test_memory_that_the_machine_does_not_have_just_now_rejects_nothing(
@@ -284,21 +278,19 @@ def test_memory_that_the_machine_does_not_have_just_now_rejects_nothing(
     driver.update(1)
 
 
-def test_parameters_made_in_inference_mode_are_refused_before_the_pause(driver: Driver) -> None:
+def test_parameters_made_in_inference_mode_are_written_through(driver: Driver) -> None:
     with torch.inference_mode():
         weight = torch.nn.Parameter(torch.zeros(HIDDEN, HIDDEN // 2), requires_grad=False)
     driver.model.cut.weight = weight
     driver.installer = SGLangModelInstaller(driver.model)
     before = held(driver.model)
     manifest, tensors = driver.publish(1)
-    with pytest.raises(IncompatibleUpdate, match=r"'cut\.weight' was made in inference mode"):
-        driver.installer.prepare(manifest, tensors)
-    assert equal(held(driver.model), before)
-    with torch.inference_mode():  # there its loader may write to it
-        driver.installer.prepare(manifest, tensors)
-        driver.installer.install(manifest, tensors)
-        assert driver.installer.prove().root == manifest.root
-        driver.installer.undo()
+    driver.installer.prepare(manifest, tensors)
+    driver.installer.install(manifest, tensors)
+    proof = driver.installer.prove()
+    assert (proof.root, proof.staging) == (manifest.root, "through")
+    assert driver.model.cut.weight is weight
+    driver.installer.undo()
     assert equal(held(driver.model), before)
 
 
@@ -355,11 +347,12 @@ def test_an_undo_that_does_not_exchange_back_tears_the_engine(
     assert equal(held(driver.model), loaded(1))
 
 
-def test_exchange_must_be_a_bool() -> None:
+def test_options_that_are_none_are_refused() -> None:
     made: Any = ModelInstaller
-    for option in ("exchange", "cast"):
-        with pytest.raises(TypeError, match=f"{option}='yes': expected True or False"):
-            made(Model(), EngineCompat(), **{option: "yes"})
+    with pytest.raises(TypeError, match="cast='yes': expected True or False"):
+        made(Model(), EngineCompat(), cast="yes")
+    with pytest.raises(ValueError, match=r"staging='aside': expected one of .*'through'"):
+        made(Model(), EngineCompat(), staging="aside")
 
 
 def test_a_snapshot_copies_what_has_two_names_once() -> None:

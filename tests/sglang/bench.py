@@ -16,6 +16,7 @@ from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines.sglang.client import connect
 from rl_bridge.engines.sglang.engine_adapter import SGLangServing
 from rl_bridge.engines.sglang.loaders import ROUTES, DiskRoute, RouteName
+from rl_bridge.engines.staging import Staging
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.testing.processes import until
 from tests.engines.models import Checkpoints, Kind
@@ -23,11 +24,11 @@ from tests.engines.trainer import Trainer
 
 PROMPTS: tuple[tuple[int, ...], ...] = ((1, 5, 9, 17, 33), (1, 100, 200), (*[7] * 40, 3, 4, 5))
 SAMPLING = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
-# Route, and whether what it imports is exchanged for what serves.
-WAYS: tuple[tuple[RouteName, bool], ...] = (
-    ("import", True),
-    ("import", False),
-    *((route, True) for route in ROUTES[1:]),
+# Route, and where the next version is made that comes by it.
+WAYS: tuple[tuple[RouteName, Staging | None], ...] = (
+    ("import", "beside"),
+    ("import", "through"),
+    *((route, None) for route in ROUTES[1:]),
 )
 PLANT = "tests.sglang.faults.plant"
 ASK = "tests.sglang.faults.ask"

@@ -1,8 +1,8 @@
 """Faults in an engine's scheduler process, planted from outside.
 
 `plant` is called there by SGLang, as a custom weight loader. Each fault hits the n-th tensor (from
-0) that the engine's own loader is given, or that is made beside the serving ones, or the n-th
-parameter that is exchanged; nothing else is replaced.
+0) that the engine's own loader is given, or that is made beside the serving ones, the n-th
+parameter that is exchanged, or the n-th layer that is written; nothing else is replaced.
 """
 
 import importlib
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from rl_bridge.engines import model_installer, staging
+from rl_bridge.engines import model_installer, staging, through
 from rl_bridge.engines.evidence import Places
+from rl_bridge.engines.model_installer import ModelInstaller
 from rl_bridge.engines.sglang.host import tensor_group
 from rl_bridge.engines.staging import Exchange, Staged, TensorChange
 from rl_bridge.installers.snapshot import Snapshot
@@ -64,13 +65,16 @@ def _around_load(
 
 def _around_staging(change: Callable[[int, Named], Named]) -> None:
     """Put something between the tensors and the version that is made beside the serving one."""
-    original = vars(model_installer)["assemble"]
+    original, met = vars(model_installer)["assemble"], list[Any]()
 
     def assemble(plan: Any, tensors: Any, *args: Any, **options: Any) -> None:
-        changed = dict(change(i, item) for i, item in enumerate(tensors.items()))
-        original(plan, changed, *args, **options)
+        met.append(tensors)
+        if tensors is met[0]:  # an undo may write the version before once more
+            tensors = dict(change(i, item) for i, item in enumerate(tensors.items()))
+        original(plan, tensors, *args, **options)
 
-    patch(model_installer, "assemble", assemble)
+    for owner in (model_installer, through):
+        patch(owner, "assemble", assemble)
 
 
 class _Upto(list[TensorChange]):
@@ -104,6 +108,18 @@ def _fail(model: torch.nn.Module, nth: int) -> None:
         original(self, replace(staged, tensors=tensors))
 
     patch(Exchange, "apply", apply)
+    write, written = vars(ModelInstaller)["_write"], [0]
+
+    def fail(self: ModelInstaller, version: through.Written, layer: through.Layer) -> Staged:
+        done: Staged = write(self, version, layer)
+        if written[0] == nth % len(through.layers_of(version.plan)):
+            msg = f"planted at tensor {nth}"
+            written[0] = -1  # the undo writes, too
+            raise PlantedError(msg)
+        written[0] += written[0] >= 0
+        return done
+
+    patch(ModelInstaller, "_write", fail)
 
 
 def _staging(model: torch.nn.Module, nth: int) -> None:
@@ -160,6 +176,14 @@ def _behind_the_install(model: torch.nn.Module, does: Callable[[list[torch.Tenso
         does(parameters)
 
     patch(Exchange, "apply", apply)
+    install = vars(ModelInstaller)["install"]
+
+    def installed(self: ModelInstaller, *given: Any) -> None:
+        install(self, *given)
+        if self.staging == "through":
+            does(parameters)
+
+    patch(ModelInstaller, "install", installed)
 
 
 def _compiled(model: torch.nn.Module, nth: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from rl_bridge import WeightUpdateRejectedError
 from rl_bridge.engines.sglang.loaders import RouteName
+from rl_bridge.engines.staging import Staging
 from tests.sglang.bench import WAYS, Bench, executor_for
 
 
@@ -15,12 +16,12 @@ def folder(route: RouteName, tmp_path: Path) -> Path | None:
 
 
 def alternate(
-    bench: Bench, route: RouteName, tmp_path: Path, times: int, *, exchange: bool = True
+    bench: Bench, route: RouteName, tmp_path: Path, times: int, *, staging: Staging | None = None
 ) -> None:
     options: dict[str, Any] = {
         "route": route,
         "directory": folder(route, tmp_path),
-        "exchange": exchange,
+        "staging": staging,
     }
     with executor_for(bench.engine, **options) as executor:
         for turn in range(times):
@@ -36,11 +37,12 @@ def alternate(
             assert ack is not None
             assert ack.proof.root == manifest.root
             assert ack.proof.method == "digest"
+            assert ack.proof.staging == (staging or ("beside" if route == "import" else ""))
 
 
-@pytest.mark.parametrize(("route", "exchange"), WAYS)
+@pytest.mark.parametrize(("route", "staging"), WAYS)
 def test_updates_with_failures_mixed_in_equal_fresh_engines(
-    route: RouteName, exchange: bool, bench: Bench, tmp_path: Path
+    route: RouteName, staging: Staging | None, bench: Bench, tmp_path: Path
 ) -> None:
-    times = 6 if (route, exchange) == WAYS[0] else 2
-    alternate(bench, route, tmp_path, times, exchange=exchange)
+    times = 2 if staging is None else 6
+    alternate(bench, route, tmp_path, times, staging=staging)

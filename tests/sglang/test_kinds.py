@@ -15,5 +15,5 @@ from tests.sglang.test_equal import alternate
 )
 def test_an_updated_engine_equals_a_fresh_one(kind: Kind, engines: Engines, tmp_path: Path) -> None:
     bench = engines.bench(kind)
-    for route, exchange in WAYS:
-        alternate(bench, route, tmp_path, 2, exchange=exchange)
+    for route, staging in WAYS:
+        alternate(bench, route, tmp_path, 2, staging=staging)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.engines.sglang.loaders import ROUTES, RouteName
+from rl_bridge.engines.staging import Staging
 from rl_bridge.errors import ChecksumMismatch, ProofFailed
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.testing.faults import FaultInjecting
@@ -14,17 +15,21 @@ from tests.engines.matrix import few_of
 from tests.sglang.bench import Bench, executor_for, sums_of
 from tests.sglang.test_equal import folder
 
+STAGINGS: tuple[Staging, ...] = ("beside", "through")
+
 
 @pytest.mark.parametrize(
-    ("fault", "exchange"),
+    ("fault", "staging"),
     few_of(
-        [(fault, exchange) for fault in ("wrong", "lost") for exchange in (True, False)],
-        ("wrong", True),
-        ("lost", False),
+        [(fault, staging) for fault in ("wrong", "lost") for staging in STAGINGS],
+        ("wrong", "beside"),
+        ("lost", "through"),
     ),
 )
-def test_a_wrong_tensor_is_found_whichever_it_is(fault: str, exchange: bool, bench: Bench) -> None:
-    with executor_for(bench.engine, exchange=exchange) as executor:
+def test_a_wrong_tensor_is_found_whichever_it_is(
+    fault: str, staging: Staging, bench: Bench
+) -> None:
+    with executor_for(bench.engine, staging=staging) as executor:
         for nth, name in enumerate(bench.weights[0]):
             bench.plant(fault, nth)
             manifest = bench.trainer.publish(bench.next())
@@ -46,8 +51,11 @@ def test_sglang_says_success_and_the_weight_is_wrong(
         bench.check()
 
 
-def test_a_byte_that_changes_behind_the_exchange_is_found_in_every_parameter(bench: Bench) -> None:
-    with executor_for(bench.engine) as executor:
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_a_byte_that_changes_behind_the_install_is_found_in_every_parameter(
+    staging: Staging, bench: Bench
+) -> None:
+    with executor_for(bench.engine, staging=staging) as executor:
         for nth in range(len(bench.sums[0])):
             bench.plant("corrupt", nth)
             with pytest.raises(ProofFailed, match="does not hold tensor"):
@@ -56,9 +64,9 @@ def test_a_byte_that_changes_behind_the_exchange_is_found_in_every_parameter(ben
         bench.check()
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-def test_a_buffer_that_no_update_writes_must_stay_as_it_is(exchange: bool, bench: Bench) -> None:
-    with executor_for(bench.engine, exchange=exchange) as executor:
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_a_buffer_that_no_update_writes_must_stay_as_it_is(staging: Staging, bench: Bench) -> None:
+    with executor_for(bench.engine, staging=staging) as executor:
         bench.plant("buffer")
         with pytest.raises(ProofFailed, match="what it was before the install"):
             executor.update_weights(bench.trainer.publish(bench.next()))

@@ -13,6 +13,7 @@ import torch
 from rl_bridge import WeightUpdateRejectedError
 from rl_bridge.engines import EngineDriver, default_label
 from rl_bridge.engines.sglang.loaders import RouteName
+from rl_bridge.engines.staging import Staging
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.sglang import SGLangInstallAdapter, SGLangServing
 from rl_bridge.testing import EngineSuite, EngineUnderTest
@@ -45,30 +46,33 @@ def pair(both: Bench) -> Iterator[Bench]:
 
 
 @STARTS
-def test_updates_with_failures_mixed_in_equal_fresh_engines(pair: Bench, tmp_path: Path) -> None:
-    alternate(pair, "import", tmp_path, 4)
+@pytest.mark.parametrize("staging", ["beside", "through"])
+def test_updates_with_failures_mixed_in_equal_fresh_engines(
+    staging: Staging, pair: Bench, tmp_path: Path
+) -> None:
+    alternate(pair, "import", tmp_path, 4, staging=staging)
 
 
 @pytest.mark.parametrize(
-    ("route", "exchange", "rank"),
+    ("route", "staging", "rank"),
     few_of(
         [(*way, rank) for way in WAYS for rank in range(RANKS)],
-        ("import", True, 0),
-        ("import", False, 1),
-        ("distributed", True, 0),
+        ("import", "beside", 0),
+        ("import", "through", 1),
+        ("distributed", None, 0),
     ),
 )
 def test_a_rank_that_fails_at_any_tensor_takes_the_other_one_back(
-    rank: int, route: RouteName, exchange: bool, pair: Bench, tmp_path: Path
+    rank: int, route: RouteName, staging: Staging | None, pair: Bench, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {
         "route": route,
         "directory": folder(route, tmp_path),
-        "exchange": exchange,
+        "staging": staging,
     }
     with executor_for(pair.engine, **options) as executor:
         count = len(pair.weights[0])
-        for nth in (0, count // 2, count - 1):
+        for nth in range(count) if staging == "through" else (0, count // 2, count - 1):
             pair.plant("fail", nth, rank)
             with pytest.raises(WeightUpdateRejectedError):
                 executor.update_weights(pair.trainer.publish(pair.next()))
@@ -144,6 +148,14 @@ class TestSGLang(EngineSuite):
 
     def in_ranks(self, engine: Any, text: str) -> list[str]:
         return self.pair.ask(text, self.folder)
+
+
+@FULL  # as the small engine does
+class TestSGLangThrough(TestSGLang):
+    every = 8
+
+    def make_driver(self, engine: Any, **options: Any) -> EngineDriver:
+        return super().make_driver(engine, staging="through", **options)
 
 
 @FULL  # the small engine of the documentation keeps the protocol with a loader of its own, too

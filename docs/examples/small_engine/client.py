@@ -69,6 +69,7 @@ def small_engine_adapter(
     cache: str = "drop",
     label: LabelMaker | None = default_label,
     file: Path | None = None,
+    staging: str | None = None,
     memory_budget_nbytes: int | None = None,
     take_over: bool = False,
 ) -> EngineDriver:
@@ -79,7 +80,7 @@ def small_engine_adapter(
     return EngineDriver(
         client,
         serving=serving,
-        options={"memory_budget_nbytes": memory_budget_nbytes},
+        options={"staging": staging, "memory_budget_nbytes": memory_budget_nbytes},
         loader=None if file is None else FileLoader(client, file),
         take_over=take_over,
     )

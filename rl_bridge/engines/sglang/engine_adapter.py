@@ -23,7 +23,7 @@ from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
 from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
 from rl_bridge.engines.sglang.client import connect
 from rl_bridge.engines.sglang.loaders import DiskRoute, DistributedRoute, RouteName, loader_for
-from rl_bridge.engines.staging import checked_budget
+from rl_bridge.engines.staging import Staging, checked_budget, checked_staging
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
 
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -68,7 +68,7 @@ class SGLangInstallAdapter(EngineDriver):
         *,
         route: RouteName | DistributedRoute | DiskRoute = "import",
         serving: SGLangServing = SGLangServing(),
-        exchange: bool = True,
+        staging: Staging | None = None,
         memory_budget_nbytes: int | None = None,
         transports: TransportOptions | None = None,
         timeout_s: float = 600.0,
@@ -85,11 +85,12 @@ class SGLangInstallAdapter(EngineDriver):
                 ``distributed``, or a `DistributedRoute`: its ``update_weights_from_distributed``,
                 one bucket over a process group. A `DiskRoute`: its ``update_weights_from_disk``.
             serving: what requests see of an update: pause, cached prefixes, label.
-            exchange: for ``import`` on the CPU: whether the engine's parameters may get other
-                memory. False lets SGLang's loader write into what they have, as the other routes
-                do; it is for code of your own in the engine that keeps addresses of weights.
-            memory_budget_nbytes: what the second copy of the engine's weights, which undo needs,
-                may take; None takes what there is.
+            staging: for ``import``: ``beside`` makes the next version beside the serving one, and
+                the install exchanges them. ``through`` writes it into the memory that serves, layer
+                by layer, while requests wait: where weights have no room twice, or code of your own
+                in the engine keeps their addresses. None takes ``beside`` where there is room.
+            memory_budget_nbytes: what the next version, or the copy of the engine's weights that an
+                undo needs, may take on each rank; None takes what there is.
             transports: for ``import``: name of a transport -> options of the ranks' bridges, such
                 as ``{"shared-memory": {"directory": path}}``; they travel as JSON.
             timeout_s: deadline of each call to the engine.
@@ -97,18 +98,16 @@ class SGLangInstallAdapter(EngineDriver):
                 the first update; False refuses that update with the name of the driver.
 
         Raises:
-            TypeError: no engine; `exchange` no bool; a budget that is no int; no such option of a
-                transport.
-            ValueError: no such route, or ``disk`` without a folder; transports without ``import``.
+            TypeError: no engine; a budget that is no int; no such option of a transport.
+            ValueError: no such route or staging, or ``disk`` without a folder; transports without
+                ``import``.
             WeightBridgeUnavailableError: what the engine or the route needs is missing here.
 
         """
-        if not isinstance(exchange, bool):
-            raise TypeError(f"exchange={exchange!r}: expected True or False.")
+        options: dict[str, Any] = {"staging": checked_staging(staging)}
+        options["memory_budget_nbytes"] = checked_budget(memory_budget_nbytes)
         client = connect(engine, timeout_s=timeout_s)
         loader = loader_for(route, client, drops=serving.cache == "flush")
-        options: dict[str, Any] = {"exchange": exchange}
-        options["memory_budget_nbytes"] = checked_budget(memory_budget_nbytes)
         if transports:
             if not loader.imports:
                 msg = (

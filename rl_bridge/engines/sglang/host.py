@@ -13,6 +13,7 @@ from rl_bridge.engines.rank import EngineRank, RankHost, answer, rank_of
 from rl_bridge.engines.rpc import RankGroup, Reply, failure_reply
 from rl_bridge.engines.sglang import require, version
 from rl_bridge.engines.skeleton import EngineCompat, processed_by
+from rl_bridge.engines.staging import Staging
 from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError, WeightUpdateRejectedError
 from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.memory.tensors import not_plain
@@ -52,15 +53,15 @@ class SGLangModelInstaller(ModelInstaller):
     """Installs updates into one engine's model. Call it between two steps of the model.
 
     The update's names, shapes and dtypes are those of a checkpoint of the model; where each tensor
-    goes (fused, tied, padded) is learned once from the engine's own loader. On the CPU an update
-    that is imported here is made beside the serving version; else SGLang's loader writes it.
+    goes (fused, tied, padded) is learned once from the engine's own loader. An update that is not
+    imported here is written by SGLang's loader.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         *,
-        exchange: bool = True,
+        staging: Staging | None = None,
         memory_budget_nbytes: int | None = None,
         num_threads: int | None = None,
         num_ranks: int = 1,
@@ -69,22 +70,21 @@ class SGLangModelInstaller(ModelInstaller):
 
         Args:
             model: the model that SGLang loaded.
-            exchange: whether parameters may get other memory; False lets SGLang's loader write into
-                what they have.
+            staging: ``beside`` makes the next version beside the serving one, ``through`` writes it
+                into what parameters have; None takes ``beside`` where the budget allows it.
             memory_budget_nbytes: what the next version may take, or the copy of the model that an
-                undo needs where SGLang's loader writes; None takes what the machine has to give.
+                undo needs; None takes what the machine has to give.
             num_threads: threads that copy and digest; None takes the usable cores.
             num_ranks: over how many ranks the model is spread: see `ModelInstaller`.
 
         Raises:
-            TypeError: `exchange` is no bool.
-            ValueError: less than one thread, or a negative budget.
+            ValueError: less than one thread, a negative budget, or no such staging.
 
         """
         super().__init__(
             model,
             SGLangCompat(),
-            exchange=exchange,
+            staging=staging,
             memory_budget_nbytes=memory_budget_nbytes,
             num_threads=num_threads,
             num_ranks=num_ranks,

@@ -77,6 +77,7 @@ class VLLMModelInstaller(ModelInstaller):
             model,
             VLLMCompat(vllm_config),
             cast=cast,
+            staging="beside",
             memory_budget_nbytes=memory_budget_nbytes,
             num_threads=num_threads,
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,

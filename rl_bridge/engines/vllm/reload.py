@@ -20,7 +20,7 @@ from rl_bridge.engines.load_checks import check_casts, check_finite, check_taken
 from rl_bridge.engines.load_plan import Kinds, LoadPlan, learn
 from rl_bridge.engines.model_installer import ModelInstaller, Tensors
 from rl_bridge.engines.skeleton import Target
-from rl_bridge.engines.staging import check_budget
+from rl_bridge.engines.staging import BESIDE, Need, check_budget
 from rl_bridge.engines.vllm import require
 from rl_bridge.engines.vllm.compat import VLLMCompat, refuse_unreached
 from rl_bridge.engines.vllm.reload_proof import make_ready, prove_reload
@@ -263,7 +263,6 @@ class VLLMReloadAdapter(ModelInstaller):
             model,
             VLLMCompat(vllm_config),
             cast=True,  # vLLM's loader does
-            exchange=False,
             memory_budget_nbytes=memory_budget_nbytes,
             num_threads=num_threads,
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
@@ -277,14 +276,15 @@ class VLLMReloadAdapter(ModelInstaller):
             refuse_half_way(self._model)
         refuse_unreached(self._model)
 
-    def _check_room(
-        self, plan: LoadPlan, manifest: WeightUpdateManifest, *, exchanges: bool
-    ) -> None:
-        del plan, exchanges
+    def _way(
+        self, plan: LoadPlan, manifest: WeightUpdateManifest, *, is_here: bool
+    ) -> tuple[str, int]:
+        del plan, is_here
         needed = manifest.total_nbytes  # the layers that vLLM makes anew
         if self._before is None:
             needed += ModelSnapshot(self._model).nbytes
-        check_budget(needed, self._budget, manifest.weight_version)
+        way = check_budget({BESIDE: Need(needed)}, self._budget, manifest.weight_version)
+        return way, needed
 
     def _learned(self, kinds: Kinds, admit: Callable[[LoadPlan, int], None]) -> LoadPlan:
         try:
@@ -314,7 +314,7 @@ class VLLMReloadAdapter(ModelInstaller):
         self._check_model()
         check_finite(tensors, tensors, num_threads=self._num_threads)
         plan = self._plan_of(manifest, is_here=True)
-        self._check_room(plan, manifest, exchanges=False)
+        self._way(plan, manifest, is_here=True)
         check_taken(plan, manifest)
         check_casts(plan, tensors)
         self._plan = plan
