@@ -447,5 +447,8 @@ class ModelInstaller(TransactionalAdapter):
             before.evidence.check(before.staged())
         except ProofFailed as error:
             version = before.manifest.weight_version
-            msg = f"undo failed, although version {version} was written once more: {error}"
+            msg = (
+                f"undo failed, although version {version} was written once more: {error} Call "
+                "recover(), or start a fresh engine."
+            )
             raise TornEngine(msg) from error
