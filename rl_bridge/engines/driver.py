@@ -436,7 +436,7 @@ def _joined_proof(proofs: Sequence[dict[str, Any]]) -> InstallProof:
 
 
 def _joined(said: Iterable[str]) -> str:
-    """What all ranks say, or what some and what others."""
+    """The words of all ranks as one, each word once: ``beside``, or ``beside+through``."""
     return "+".join(sorted({*said} - {""}))
 
 

@@ -162,7 +162,7 @@ class ModelInstaller(TransactionalAdapter):
         return frozenset()
 
     def _through_nbytes(self, plan: LoadPlan) -> int:
-        """What writing a version through takes while it is prepared and written."""
+        """Bytes that it takes to write a version through, beside the imported tensors."""
         most = 0
         for layer in layers_of(plan).values():
             targets = (plan.targets[index] for group in layer for index in group)
@@ -173,7 +173,7 @@ class ModelInstaller(TransactionalAdapter):
         """Refuse what the engine would not make of a version; nothing is kept of it."""
 
     def _write(self, written: Written, layer: Layer) -> Staged:
-        """Write one layer into the memory that serves; what for is there any more is known.
+        """Write one layer into the memory that serves.
 
         The snapshot, if there is one, is the way back; else the version before is written again.
         """
@@ -203,6 +203,8 @@ class ModelInstaller(TransactionalAdapter):
         """
         self.abandon()
         self._check_model()
+        if tensors:
+            self._forget_replaced()
         plan = self._plan_of(manifest, is_here=bool(tensors))
         check_taken(plan, manifest)
         check_same(plan, manifest)
@@ -420,21 +422,26 @@ class ModelInstaller(TransactionalAdapter):
         return next(self._model.parameters(), torch.empty(0, device="cpu")).device
 
     def _copy_nbytes(self) -> int:
-        """What a copy of the model takes; what has two names is in it once."""
+        """Bytes of a copy of the model; a tensor with two names counts once."""
         every = {tensor_key(one): one for one in every_engine_tensor(self._model).values()}
         return sum(tensor.numel() * tensor.element_size() for tensor in every.values())
 
+    def _forget_replaced(self) -> None:
+        """Forget the version that serves if somebody else loaded the engine since.
+
+        It is no way back then. All that serves is read for this: once for each update.
+        """
+        if self._active is None or self._begun:  # which was read before it was begun
+            return
+        try:
+            self._active.evidence.check(self._active.staged())
+        except ProofFailed as error:
+            _LOG.info("the engine was loaded by somebody else meanwhile: %s", error)
+            self._active = None
+
     def _has_way_back(self, *, is_here: bool) -> bool:
         """Whether an undo needs no copy of the model that is still to be made."""
-        if self._snapshot is not None or not is_here or self._active is None:
-            return self._snapshot is not None
-        if not self._begun:  # else it was looked at
-            try:
-                self._active.evidence.check(self._active.staged())
-            except ProofFailed as error:
-                _LOG.info("the engine was loaded by somebody else meanwhile: %s", error)
-                self._active = None
-        return self._active is not None
+        return self._snapshot is not None or (is_here and self._active is not None)
 
     def _write_back(self, before: Written) -> None:
         if self._written is not None:

@@ -252,7 +252,7 @@ def check_budget(needs: Mapping[str, Need], budget: int | None, version: int) ->
         whose = "the machine has" if budget is None else "memory_budget_nbytes allows"
         told.append(f"{what} takes {need.nbytes} bytes more, {whose} {given}")
     msg = f"version {version}: {'; '.join(told)}. Free memory, or give the engine's caches less."
-    # Of what the machine has there may be more the next time.
+    # The machine may have more memory the next time; a budget stays as it is.
     raise WeightBridgeUnavailableError(msg) if budget is None else IncompatibleUpdate(msg)
 
 

@@ -61,7 +61,7 @@ class Written:
     plan: LoadPlan
     tensors: Mapping[str, torch.Tensor]  # those that go anywhere here
     evidence: Evidence
-    # Of the memory of these; None if it may be anybody's, who may write to it.
+    # The lease of their memory; None if the caller owns that, and so may write to it.
     pin: Pin | None
     # Name of a layer -> what was written there.
     layers: dict[str, Staged] = field(default_factory=dict)
