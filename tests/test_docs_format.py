@@ -125,18 +125,28 @@ def header(**changes: object) -> str:
     return edited(lambda header, _: header.update(changes))
 
 
+def empty(header: dict[str, Any], layout: dict[str, Any]) -> None:
+    """Take all tensors out."""
+    layout |= {name: [] for name in ("dtypes", "names", "nbytes", "offsets", "shapes")}
+    layout |= {"arena_nbytes": 0, "ties": {}, "trainable": None}
+    header |= {"digests": "", "root": text_digest("")}
+
+
+NAMED = json.loads(shown_manifest())["header"]["layout_digest"]
+
 # One text that breaks each rule of the page's first table, in its order.
 BREAKS: list[Callable[[], str]] = [
     lambda: shown_manifest().replace("trainer", "träiner"),
-    lambda: shown_manifest().replace("manifest/1", "manifest/2"),
+    lambda: shown_manifest().replace("manifest/2", "manifest/3"),
     lambda: shown_manifest().replace('"step":7', '"step":NaN'),
     lambda: header(more=1),
     lambda: " " + shown_manifest(),
-    lambda: shown_manifest().partition(',"layout":')[0].replace("787e8d86", "00000000") + "}",
+    lambda: shown_manifest().partition(',"layout":')[0].replace(NAMED[:8], "00000000") + "}",
     lambda: edited(lambda _, layout: layout["names"].reverse(), sign=False),
     lambda: fields(more=1),
     lambda: fields(algorithm="X3T-64K"),
     lambda: edited(lambda _, layout: layout["dtypes"].pop()),
+    lambda: fields(device="cuda"),
     lambda: edited(lambda _, layout: layout["names"].reverse()),
     lambda: layout("names", 1, "bias"),
     lambda: fields(ties={"lm_head": "nobody"}),
@@ -152,6 +162,7 @@ BREAKS: list[Callable[[], str]] = [
     lambda: header(digests=""),
     lambda: header(root="0" * 32),
     lambda: header(metadata={"layout": {"kind": 3}}),
+    lambda: edited(empty),
 ]
 RULES = rows(FORMAT_PAGE, "## Validation")
 

@@ -48,7 +48,6 @@ from rl_bridge.errors import (
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue, plain
 from rl_bridge.manifest.compare import mismatch
-from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
 from rl_bridge.memory.segment import SHORTAGE_NUMBERS
@@ -837,7 +836,7 @@ def require_header(
             f"version {manifest.weight_version}: the manifest's header (weight_version, metadata, "
             "source_worker, source_rank, created_at, handle) was changed on its way: its digest is "
             f"{manifest.header_digest.hex()}, expected {sealed.hex()}. Import the manifest as it "
-            f"was published{in_groups if LEAVES in manifest.table.rows else ''}."
+            f"was published{in_groups if manifest.weight_layout.world_size > 1 else ''}."
         )
         raise DigestMismatch(msg)
 

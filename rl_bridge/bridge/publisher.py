@@ -23,10 +23,10 @@ from rl_bridge.journal import Journal, not_above
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze
 from rl_bridge.manifest.compare import Policy, look_for_suspicion
-from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.model import WeightUpdateManifest, no_tensors
 from rl_bridge.manifest.parallel import require_supported
 from rl_bridge.memory.control import Record
-from rl_bridge.memory.packing import PackPlan, pack_plan
+from rl_bridge.memory.packing import PackPlan
 from rl_bridge.trainers.state_dict import Source, tensors_to_publish
 from rl_bridge.transports.base import PublisherEnd, Transport
 
@@ -129,6 +129,11 @@ class Publisher:
         """Bytes of memory that published updates take."""
         return self.end.nbytes
 
+    @property
+    def leaf_list(self) -> bytes:
+        """The leaf list of what was published last; empty if it has none."""
+        return b"" if self._plan is None else self._plan.leaf_list.tobytes()
+
     def publish(
         self,
         source: Source,
@@ -148,6 +153,8 @@ class Publisher:
         with self._turn():
             start = time.perf_counter()
             tensors, trained = tensors_to_publish(source, trainable)
+            if not tensors and not is_part:
+                raise no_tensors()
             plan = self._plan_for(tensors, trained)
             gathered = time.perf_counter()
             # Whatever can be wrong with the input is found before memory is written.
@@ -267,7 +274,7 @@ class Publisher:
         self, tensors: dict[str, torch.Tensor], trainable: frozenset[str] | None
     ) -> PackPlan:
         if self._plan is None or not self._plan.fits(tensors, trainable):
-            self._plan = pack_plan(tensors, trainable, place=self.end.place)
+            self._plan = PackPlan(tensors, trainable, place=self.end.place)
         return self._plan
 
     def _forget_old(self) -> None:

@@ -90,6 +90,7 @@ def _document(manifest: WeightUpdateManifest, *, every_tensor: bool) -> dict[str
                 for dtype, (count, nbytes) in _dtypes(table).items()
             },
             "digest": table.digest,
+            "leaves": table.leaves,
             "tensor_count": manifest.tensor_count,
             "tied_count": len(table.ties),
             "total_nbytes": manifest.total_nbytes,
@@ -159,7 +160,7 @@ def _handle(manifest: WeightUpdateManifest) -> str:
 def _layout_facts(manifest: WeightUpdateManifest) -> dict[str, str | Text]:
     table = manifest.table
     tied = f", {len(table.ties)} of them tied to another" if table.ties else ""
-    padding = table.arena_nbytes - table.total_nbytes
+    padding = table.arena_nbytes - table.total_nbytes - table.leaves_nbytes
     found: dict[str, str | Text] = {
         "tensors": f"{manifest.tensor_count}{tied}",
         "size": f"{size(table.total_nbytes)} ({table.total_nbytes} bytes), padding {size(padding)}",

@@ -24,7 +24,6 @@ from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightBridgeUnava
 from rl_bridge.groups.plan import PartNeeds, ReshardPlan
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
-from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
@@ -115,8 +114,7 @@ class Assembly:
                 raise _damaged(part, needs, int(np.flatnonzero(differs)[0]))
             return
         table = part.table
-        row = table.rows[LEAVES]
-        memory = tensor_at(base + table.offsets[row], table.nbytes[row])
+        memory = tensor_at(base + table.leaves_offset, table.leaves_nbytes)
         block = checked_block(part, memory.numpy().tobytes())
         listed = np.frombuffer(block, np.uint8)
         expected = listed[needs.expected[:, None] + np.arange(DIGEST_NBYTES)]

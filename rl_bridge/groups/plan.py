@@ -30,7 +30,6 @@ from rl_bridge.manifest.coverage import (
 )
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES
 from rl_bridge.manifest.dtypes import dtype_nbytes
-from rl_bridge.manifest.group_digests import leaf_index
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.table import TensorTable, collector_paused, row_major_stride
 
@@ -432,32 +431,31 @@ class _Planner:
 
     def _needs(self, part: int) -> PartNeeds:
         table = self._group.tables[part]
-        index = leaf_index(table)
         sizes = table.nbytes_column.astype(np.int64)
         offsets = table.offset_column.astype(np.int64)
         wanted = np.array(self._leaves[part], np.int64).reshape(-1, 3)
-        counts = -(-sizes // LEAF_NBYTES)
+        counts = table.leaf_counts
         rows, first, end = _joined(wanted, counts)
-        if (end - first == counts[rows]).all():
-            index = None  # the manifest has the digests of whole tensors
-        if index is None:
+        # The manifest has the digests of whole tensors.
+        has_leaves = table.leaves and bool((end - first != counts[rows]).any())
+        if not has_leaves:
             rows = np.unique(rows)
             first, end = np.zeros_like(rows), counts[rows]
         expected = np.empty(0, np.int64)
-        if index is not None:
+        if has_leaves:
             leaves = end - first
             within = np.arange(leaves.sum()) - np.repeat(np.cumsum(leaves) - leaves, leaves)
-            starts = index.starts[rows] + first * DIGEST_NBYTES
+            starts = table.leaf_starts[rows] + first * DIGEST_NBYTES
             expected = np.repeat(starts, leaves) + within * DIGEST_NBYTES
         begins = offsets[rows] + first * LEAF_NBYTES
         nbytes = np.minimum(sizes[rows], end * LEAF_NBYTES) - first * LEAF_NBYTES
         read = np.stack((begins, nbytes), 1)
-        if index is not None:
-            read = np.concatenate((read, [[offsets[index.row], sizes[index.row]]]))
+        if has_leaves:
+            read = np.concatenate((read, [[table.leaves_offset, table.leaves_nbytes]]))
         read_starts, read_nbytes = _met(read[read[:, 1] > 0])
         return PartNeeds(
             part=part,
-            has_leaves=index is not None,
+            has_leaves=has_leaves,
             starts=begins,
             nbytes=nbytes,
             rows=rows,

@@ -36,7 +36,6 @@ from rl_bridge.bridge.publisher import ConsumerReport, checked_version
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     ChecksumMismatch,
-    DuplicateTensorName,
     GroupAborted,
     IncompleteCoverage,
     MalformedManifest,
@@ -54,12 +53,11 @@ from rl_bridge.manifest.compare import look_for_suspicion
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.group import GroupManifest
-from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import Piece, Placement, WeightLayout
 from rl_bridge.manifest.table import collector_paused
-from rl_bridge.memory.packing import LeafSource, checked_block, dtype_name
+from rl_bridge.memory.packing import checked_block, dtype_name
 from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
 from rl_bridge.transports.base import checked_seconds
 
@@ -359,7 +357,6 @@ class GroupPublisher:
         self.bridge = bridge
         self._exchange = exchange
         self._timeout_s = checked_seconds("timeout_s", timeout_s)
-        self._leaves = LeafSource()
         # This rank's placements in the last version, and their text.
         self._mine: tuple[Mapping[str, Placement], str] | None = None
         # The placements of all ranks, and the digest by which the ranks name them.
@@ -563,9 +560,6 @@ class GroupPublisher:
         self, source: Source, placements: Mapping[str, Placement]
     ) -> dict[str, torch.Tensor]:
         tensors = named_tensors(source)
-        if LEAVES in tensors:
-            msg = f"tensor {LEAVES!r} has the name of the leaf list. Give it another name."
-            raise DuplicateTensorName(msg)
         found = {name: (dtype_name(one), tuple(one.shape)) for name, one in tensors.items()}
         check_placements(self._exchange.rank, found, placements)
         return tensors
@@ -573,13 +567,9 @@ class GroupPublisher:
     def _publish_part(self, run: "_Run") -> dict[str, JSONValue]:
         layout = WeightLayout.from_metadata(run.metadata).to_metadata()
         layout |= {"rank": self._exchange.rank, "world_size": self._exchange.world_size}
-        tensors = run.tensors
-        # Only the CPU's pass makes leaf lists; a part on a device is verified tensor by tensor.
-        if all(tensor.device.type == "cpu" for tensor in tensors.values()):
-            tensors = self._leaves.add(tensors, run.flags)
         publisher = self.bridge.publisher
         run.part = publisher.publish(
-            tensors,
+            run.tensors,
             weight_version=run.version,
             metadata={**run.metadata, "layout": layout},
             trainable=run.flags,
@@ -592,8 +582,8 @@ class GroupPublisher:
         is_new = layout is None or layout.tables[self._exchange.rank].digest != mine.layout_digest
         leaves = None
         # If every tensor is whole here, no digest is made of leaves.
-        if LEAVES in mine.table.rows and self._mine is not None and _is_cut(self._mine[0]):
-            leaves = base64.b64encode(self._leaves.block).decode("ascii")
+        if mine.table.leaves and self._mine is not None and _is_cut(self._mine[0]):
+            leaves = base64.b64encode(self.bridge.publisher.leaf_list).decode("ascii")
         return {"part": mine.to_json(layout=is_new), "leaves": leaves}
 
     def _vote(self, run: "_Run", parts: list[dict[str, Any]]) -> dict[str, JSONValue]:

@@ -50,7 +50,7 @@ class GroupManifest(WeightUpdateManifest):
 
     """
 
-    FORMAT: ClassVar[str] = "rl_bridge.group/1"
+    FORMAT: ClassVar[str] = "rl_bridge.group/2"
     KIND: ClassVar[str] = "group manifest"
     LAYOUT_FIELD: ClassVar[str] = "layout"
     LAYOUT_TYPE: ClassVar[type[Layout]] = GroupLayout

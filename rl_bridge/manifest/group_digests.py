@@ -9,10 +9,7 @@ A `DigestPlan`, made once per layout, knows for each whole tensor which of three
             the tensors that hold them, in order of the ranges. It says which content was published,
             but not what an unsharded tensor's digest is.
 
-For ``leaves``, and for a reader of a slice, each part carries its leaf digests as one more tensor:
-the *leaf list*. It has, for each stored tensor in layout order, the leaf digests and then the
-length in 8 bytes (little endian), so that a tensor's digest is the digest of its stretch. A reader
-of a slice checks the list against the tensor's digest, and reads only the leaves that it needs.
+For ``leaves`` the leaf lists of the parts are needed (`rl_bridge.manifest.table`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,75 +33,8 @@ from rl_bridge.manifest.digest import (
 from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.table import TensorTable
 
-LEAVES = "rl_bridge.leaves"
-"""Name of the tensor that holds the block; no tensor of a model may have it."""
-LENGTH_NBYTES = 8
-
 _Rows = npt.NDArray[np.uint8]
 _EMPTY = digest_bytes(b"")
-
-
-def _counts(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return -(-nbytes // LEAF_NBYTES)
-
-
-def leaf_block_nbytes(nbytes: Sequence[int]) -> int:
-    """Size of the block for tensors of these sizes."""
-    counts = _counts(np.array(nbytes, np.int64))
-    return int(counts.sum()) * DIGEST_NBYTES + LENGTH_NBYTES * len(counts)
-
-
-class LeafIndex:
-    """Where each tensor's stretch lies in the block.
-
-    Attributes:
-        row: of the block itself, in the layout.
-        starts: first byte of each stored tensor's stretch, int64, shape [tensors].
-        counts: leaves of each stored tensor, int64, shape [tensors]; 0 for the block itself.
-        nbytes: size of the block.
-
-    """
-
-    def __init__(self, table: TensorTable) -> None:
-        """Index the block that `table` says it has."""
-        self.row = table.rows[LEAVES]
-        sizes = table.nbytes_column.astype(np.int64)
-        self.counts = _counts(sizes)
-        self.counts[self.row] = 0
-        stretches = self.counts * DIGEST_NBYTES + LENGTH_NBYTES
-        stretches[self.row] = 0
-        self.starts = np.cumsum(stretches) - stretches
-        self.nbytes = int(stretches.sum())
-        found = (table.dtypes[self.row], table.nbytes[self.row])
-        if found != ("uint8", self.nbytes) or LEAVES in table.ties:
-            msg = (
-                f"the tensor {LEAVES!r} is {found[0]} of {found[1]} bytes, expected uint8 of "
-                f"{self.nbytes}: the leaf list of the other tensors. Publish parts with "
-                "GroupPublisher, and give no tensor of a model this name."
-            )
-            raise MalformedManifest(msg)
-
-    def digests(self, block: bytes | memoryview) -> bytes:
-        """The tensors' digests that the block makes: 16 bytes each, zeros for the block itself."""
-        view = memoryview(block)
-        ends = self.starts + self.counts * DIGEST_NBYTES + LENGTH_NBYTES
-        digest = xxhash.xxh3_128_digest
-        found = [
-            digest(view[start:end])
-            for start, end in zip(self.starts.tolist(), ends.tolist(), strict=True)
-        ]
-        found[self.row] = bytes(DIGEST_NBYTES)
-        return b"".join(found)
-
-
-def leaf_index(table: TensorTable) -> LeafIndex | None:
-    """The index of a layout's leaf list; None if it has none.
-
-    Raises:
-        MalformedManifest: a tensor of that name that cannot be the block.
-
-    """
-    return LeafIndex(table) if LEAVES in table.rows else None
 
 
 # ---- the plan -----------------------------------------------------------------------------------
@@ -145,7 +75,6 @@ class DigestPlan:
     ) -> None:
         """Look at every tensor of a layout whose coverage is proven."""
         self._tables = tables
-        self._indexes = [leaf_index(table) for table in tables]
         self._single: list[tuple[int, int]] = []
         self._leafy: list[tuple[int, int, list[_Stretch]]] = []
         self._cut: list[tuple[int, bytes, int]] = []  # the ranges' digest, and how many they are
@@ -257,9 +186,9 @@ class DigestPlan:
         item = dtype_nbytes(whole.dtype, tensor=whole.name)
         found: list[tuple[int, _Stretch]] = []
         for one, row in zip(counted, rows, strict=True):
-            index: LeafIndex | None = self._indexes[one.rank]
+            table = self._tables[one.rank]
             ranges = _byte_ranges(one, item)
-            if index is None or ranges is None:
+            if not table.leaves or ranges is None:
                 return None
             start, mine, nbytes = ranges
             is_last = start + nbytes == whole.nbytes
@@ -268,7 +197,7 @@ class DigestPlan:
                 return None
             if nbytes % LEAF_NBYTES and not (is_last and ends_there):
                 return None
-            first = int(index.starts[row]) + mine // LEAF_NBYTES * DIGEST_NBYTES
+            first = int(table.leaf_starts[row]) + mine // LEAF_NBYTES * DIGEST_NBYTES
             end = first - (-nbytes // LEAF_NBYTES) * DIGEST_NBYTES
             found.append((start, _Stretch(one.rank, first, end)))
         return [stretch for _, stretch in sorted(found)]

@@ -23,7 +23,7 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.canonical import RESEND, Frozen, JSONValue
 from rl_bridge.manifest.coverage import Held, WholeTensor, held_pieces, prove_coverage
 from rl_bridge.manifest.digest import RootPlan
-from rl_bridge.manifest.group_digests import LEAVES, DigestPlan, leaf_index
+from rl_bridge.manifest.group_digests import DigestPlan
 from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.manifest.table import Layout, TensorTable, collector_paused
 
@@ -68,7 +68,6 @@ class PartLayout(Frozen):
         if self.rows and not 0 <= min(self.rows) <= max(self.rows) < num:
             msg = f"a piece lies in a tensor that its part does not have, of {num}. {RESEND}"
             raise RangeBeyondSegment(msg)
-        leaf_index(self.table)
         return self
 
     def document(self) -> dict[str, JSONValue]:
@@ -214,7 +213,7 @@ class GroupLayout(Layout):
 def _part(
     rank: int, table: TensorTable, placements: Mapping[str, Placement], places: Mapping[str, int]
 ) -> PartLayout:
-    strangers = sorted((table.rows.keys() ^ placements.keys()) - {LEAVES})
+    strangers = sorted(table.rows.keys() ^ placements.keys())
     if strangers:
         name = strangers[0]
         lacks = "no placement" if name in table.rows else "a placement and was not published"

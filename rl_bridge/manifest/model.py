@@ -368,6 +368,13 @@ class Manifest(Frozen):
     __str__ = __repr__
 
 
+def no_tensors() -> MalformedManifest:
+    """The error for an update of one publisher that has no tensors."""
+    return MalformedManifest(
+        "the update holds no tensors. Publish a model or a non-empty state dict."
+    )
+
+
 class WeightUpdateManifest(Manifest):
     """Immutable record of one published update: identity, content digests, and where the bytes are.
 
@@ -394,7 +401,7 @@ class WeightUpdateManifest(Manifest):
 
     """
 
-    FORMAT: ClassVar[str] = "rl_bridge.manifest/1"
+    FORMAT: ClassVar[str] = "rl_bridge.manifest/2"
     KIND: ClassVar[str] = "manifest"
     LAYOUT_FIELD: ClassVar[str] = "table"
     LAYOUT_TYPE: ClassVar[type[Layout]] = TensorTable
@@ -412,6 +419,8 @@ class WeightUpdateManifest(Manifest):
         self._require_mapping("metadata", "handle")
         # The model is frozen, and still being made.
         self.__dict__["metadata"], self.__dict__["weight_layout"] = with_layout(self.metadata)
+        if not self.table.names and self.weight_layout.world_size == 1:
+            raise no_tensors()  # only a rank of a group may hold nothing
 
     @property
     def tensors(self) -> Mapping[str, Any]:

@@ -3,6 +3,11 @@
 It is the same for every update of a run, so it is built once, sent once, and referred to by its own
 digest. It is kept in columns: 40,000 tensors are then six JSON arrays instead of 40,000 objects.
 Users read the columns as one `TensorDescriptor` per tensor, made when it is asked for.
+
+An arena in memory of the CPU ends with its *leaf list*: for each stored tensor, in layout order,
+the digests of its leaves and then its length in 8 bytes (little endian), so that a tensor's digest
+is the digest of its stretch. The pass that digests the tensors computes all of it anyway. A reader
+of a part checks the list against the tensors' digests; then it reads only the leaves that it needs.
 """
 
 import gc
@@ -18,7 +23,14 @@ from typing import Annotated, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 
 from rl_bridge.errors import (
     DuplicateTensorName,
@@ -39,7 +51,14 @@ from rl_bridge.manifest.canonical import (
     malformed,
     thaw,
 )
-from rl_bridge.manifest.digest import ALGORITHM, DIGEST_NBYTES, RootPlan, text_digest
+from rl_bridge.manifest.digest import (
+    ALGORITHM,
+    DIGEST_NBYTES,
+    LEAF_NBYTES,
+    LENGTH_NBYTES,
+    RootPlan,
+    text_digest,
+)
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 
 # Bytes. GPU kernels load 16 at a time and IPC consumers want 256; on a CPU it costs nothing.
@@ -174,6 +193,8 @@ class TensorTable(Layout):
     arena_nbytes: StrictInt
     device: StrictStr = "cpu"
     dtypes: tuple[StrictStr, ...]
+    leaves: StrictBool = False
+    """Whether the arena ends with the leaf list of its tensors."""
     names: tuple[StrictStr, ...]
     nbytes: tuple[StrictInt, ...]
     offsets: tuple[StrictInt, ...]
@@ -190,8 +211,12 @@ class TensorTable(Layout):
         ties: Mapping[str, str] | None = None,
         trainable: frozenset[str] | None = None,
         device: str = "cpu",
+        leaves: bool = False,
     ) -> Self:
-        """Lay out tensors (name -> dtype, shape) in one arena, sorted by name, 256-byte aligned."""
+        """Lay out tensors (name -> dtype, shape) in one arena, sorted by name, 256-byte aligned.
+
+        With `leaves`, their leaf list lies behind them.
+        """
         names = tuple(sorted(tensors))
         dtypes = tuple(tensors[name][0] for name in names)
         shapes = tuple(tensors[name][1] for name in names)
@@ -204,9 +229,10 @@ class TensorTable(Layout):
         if trainable is not None:
             flags = "".join("1" if name in trainable else "0" for name in names)
         return cls(
-            arena_nbytes=ends[-1],
+            arena_nbytes=_align(ends[-1] + (_leaf_list_nbytes(sizes) if leaves else 0)),
             device=device,
             dtypes=dtypes,
+            leaves=leaves,
             names=names,
             nbytes=tuple(sizes),
             offsets=tuple(ends[:-1]),
@@ -228,8 +254,8 @@ class TensorTable(Layout):
         if len(set(counts.values())) != 1:
             msg = f"the columns of the layout differ in length: {counts}. {RESEND}"
             raise MalformedManifest(msg)
-        if not self.names:
-            msg = "the update holds no tensors. Publish a model or a non-empty state dict."
+        if self.leaves and self.device != "cpu":
+            msg = f"an arena on {self.device!r} has no leaf list, the layout says it has. {RESEND}"
             raise MalformedManifest(msg)
         self._check_names()
         if not self._is_packed():
@@ -270,7 +296,7 @@ class TensorTable(Layout):
 
         False if anything is unusual, sound or not: `_explain_ranges` then looks one by one.
         """
-        if not all(map(DTYPE_NBYTES.__contains__, self.dtypes)):
+        if not self.names or not all(map(DTYPE_NBYTES.__contains__, self.dtypes)):
             return False
         numel = list(map(prod, self.shapes))
         dims = [dim for shape in set(self.shapes) for dim in shape]
@@ -282,8 +308,9 @@ class TensorTable(Layout):
         nbytes = np.array(numel, np.int64) * items
         room = -(-nbytes // ALIGNMENT) * ALIGNMENT
         ends = np.cumsum(room)
+        behind = int(ends[-1]) + (_leaf_list_nbytes(self.nbytes) if self.leaves else 0)
         return bool(
-            ends[-1] == self.arena_nbytes
+            _align(behind) == self.arena_nbytes
             and (nbytes == np.array(self.nbytes, np.int64)).all()
             and (ends - room == np.array(self.offsets, np.int64)).all()
         )
@@ -331,11 +358,12 @@ class TensorTable(Layout):
                 )
                 raise RangeBeyondSegment(msg)
             end = _align(offset + nbytes)
+        what = "its tensors need"
+        if self.leaves:
+            what = "its tensors and their leaf list need"
+            end = _align(end + _leaf_list_nbytes(self.nbytes))
         if self.arena_nbytes != end:
-            msg = (
-                f"the arena is said to have {self.arena_nbytes} bytes, its tensors need {end}. "
-                f"{RESEND}"
-            )
+            msg = f"the arena is said to have {self.arena_nbytes} bytes, {what} {end}. {RESEND}"
             raise RangeBeyondSegment(msg) if self.arena_nbytes < end else MalformedManifest(msg)
 
     def document(self) -> dict[str, JSONValue]:
@@ -368,8 +396,30 @@ class TensorTable(Layout):
 
     @cached_property
     def total_nbytes(self) -> int:
-        """Bytes of all stored tensors, without alignment."""
+        """Bytes of all stored tensors, without alignment and leaf list."""
         return sum(self.nbytes)
+
+    @cached_property
+    def leaf_counts(self) -> npt.NDArray[np.int64]:
+        """Leaves of each stored tensor, shape [tensors], int64."""
+        return -(-self.nbytes_column.astype(np.int64) // LEAF_NBYTES)
+
+    @cached_property
+    def leaf_starts(self) -> npt.NDArray[np.int64]:
+        """First byte of each stored tensor's stretch in the leaf list, shape [tensors], int64."""
+        sizes = self.leaf_counts * DIGEST_NBYTES + LENGTH_NBYTES
+        starts: npt.NDArray[np.int64] = np.cumsum(sizes) - sizes
+        return starts
+
+    @property
+    def leaves_offset(self) -> int:
+        """First byte behind the tensors: of the leaf list, if there is one."""
+        return _align(self.offsets[-1] + self.nbytes[-1]) if self.names else 0
+
+    @cached_property
+    def leaves_nbytes(self) -> int:
+        """Size of the leaf list; 0 if there is none."""
+        return _leaf_list_nbytes(self.nbytes) if self.leaves else 0
 
     def descriptor(self, name: str, digests: bytes) -> TensorDescriptor:
         """Describe one tensor, tied names included; a `KeyError` if there is none of that name."""
@@ -387,6 +437,11 @@ class TensorTable(Layout):
             checksum=digests[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES].hex(),
             tied_to=self.ties.get(name),
         )
+
+
+def _leaf_list_nbytes(nbytes: Sequence[int]) -> int:
+    leaves = sum(-(-size // LEAF_NBYTES) for size in nbytes)
+    return leaves * DIGEST_NBYTES + len(nbytes) * LENGTH_NBYTES
 
 
 def _readonly(values: Sequence[int]) -> npt.NDArray[np.uint64]:

@@ -3,17 +3,18 @@
 A `PackPlan` holds the layout and everything derived from it. Taking the same tensors again costs a
 comparison, not a plan: names, memory addresses, shapes, dtypes and strides must be as before.
 
-A rank's part of a group has its leaf digests as one more tensor, `LEAVES`. The pass that digests
-the part computes them anyway. They are put into the arena when the other tensors are in: the bytes
-that they describe are the sealed ones.
+An arena of the CPU ends with its leaf list (`rl_bridge.manifest.table`). The pass that digests the
+tensors computes it anyway; it is written when the tensors are in, so it describes the sealed bytes.
 """
 
+import ctypes
 from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from rl_bridge.errors import (
     ChecksumMismatch,
@@ -21,15 +22,8 @@ from rl_bridge.errors import (
     MalformedManifest,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.manifest.digest import DIGEST_NBYTES, digest_bytes, digests_differ
+from rl_bridge.manifest.digest import DIGEST_NBYTES, LENGTH_NBYTES, digests_differ
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
-from rl_bridge.manifest.group_digests import (
-    LEAVES,
-    LENGTH_NBYTES,
-    LeafIndex,
-    leaf_block_nbytes,
-    leaf_index,
-)
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable, collector_paused
 from rl_bridge.memory.passes import Addresses, BytePlan, native_module
@@ -125,7 +119,14 @@ def _stored_and_tied(
 
 
 class PackPlan:
-    """How one set of tensors is packed into an arena."""
+    """How one set of tensors is packed into an arena.
+
+    Attributes:
+        table: the layout.
+        byte_plan: the pass over its tensors.
+        leaf_list: of what was packed, or digested in place, last; empty if the layout has none.
+
+    """
 
     def __init__(
         self,
@@ -148,6 +149,7 @@ class PackPlan:
 
         """
         self._place = place
+        self.leaf_list = np.empty(0, np.uint8)
         with collector_paused():
             self._lay_out(tensors, trainable)
 
@@ -164,9 +166,12 @@ class PackPlan:
             ties=ties,
             trainable=trainable,
             device=self._place.device.type,
+            leaves=self._place.device.type == "cpu",
         )
         self.table = WeightUpdateManifest.known_layouts.add(table)
-        self.byte_plan = self._place.plan(self.table.nbytes_column)
+        column = self.table.nbytes_column
+        self._leaf_plan = LeafPlan(column) if self.table.leaves else None
+        self.byte_plan = self._place.plan(column) if self._leaf_plan is None else self._leaf_plan
         self._names = tuple(tensors)
         position = {name: index for index, name in enumerate(self._names)}
         order = [position[name] for name in self.table.names]
@@ -203,6 +208,8 @@ class PackPlan:
     ) -> bytes:
         """Copy `tensors` into the arena at `address` and digest them in the same pass.
 
+        Behind them it writes their leaf list, if the layout has one: `table.arena_nbytes` bytes.
+
         Returns:
             16 bytes per stored tensor, in layout order.
 
@@ -217,12 +224,15 @@ class PackPlan:
                 elements = raw_elements(values[index].detach().resolve_conj().resolve_neg())
                 target.view(elements.dtype).view(elements.shape).copy_(elements)
                 sources[row] = targets[row]
-        return self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
+        digests = self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
+        self._note_leaves()
+        self.write_leaves(address + self.table.leaves_offset)
+        return digests
 
     def digest_in_place(
         self, tensors: Mapping[str, torch.Tensor], *, num_threads: int | None = None
     ) -> bytes:
-        """Digest `tensors` where they lie.
+        """Digest `tensors` where they lie; `write_leaves` then writes their leaf list.
 
         Returns:
             16 bytes per stored tensor, in layout order.
@@ -239,7 +249,18 @@ class PackPlan:
                 "Make it contiguous, or have it copied: without in_place."
             )
             raise WeightBridgeUnavailableError(msg)
-        return self.byte_plan.digest(self._sources, num_threads=num_threads)
+        digests = self.byte_plan.digest(self._sources, num_threads=num_threads)
+        self._note_leaves()
+        return digests
+
+    def _note_leaves(self) -> None:
+        if self._leaf_plan is not None:
+            self.leaf_list = self._leaf_plan.take_block()
+
+    def write_leaves(self, address: int) -> None:
+        """Write the leaf list of the last pass: `table.leaves_nbytes` bytes of the CPU's memory."""
+        if len(self.leaf_list):
+            ctypes.memmove(address, self.leaf_list.ctypes.data, len(self.leaf_list))
 
     def clear_padding(self, address: int) -> None:
         """See `clear_padding`."""
@@ -248,11 +269,12 @@ class PackPlan:
 
 def clear_padding(table: TensorTable, address: int, place: Place) -> None:
     """Zero the bytes between tensors, so that an arena's content follows from its tensors."""
-    ends = table.offset_column + table.nbytes_column
-    gaps = np.append(table.offset_column, np.uint64(table.arena_nbytes))[1:] - ends
+    behind = np.array([table.leaves_offset, table.arena_nbytes], np.uint64)
+    starts = np.append(table.offset_column, behind[:1])
+    ends = starts + np.append(table.nbytes_column, np.uint64(table.leaves_nbytes))
+    gaps = np.append(starts[1:], behind[1:]) - ends
     found = np.flatnonzero(gaps)
-    starts = (ends[found] + np.uint64(address)).tolist()
-    place.clear(starts, gaps[found].tolist())
+    place.clear((ends[found] + np.uint64(address)).tolist(), gaps[found].tolist())
 
 
 class LeafPlan(BytePlan):
@@ -271,14 +293,14 @@ class LeafPlan(BytePlan):
         table, self._table = self._table, np.empty(0, np.uint8)
         return table
 
-    def combine(self, block: bytes, index: LeafIndex) -> bytes:
-        """The digests that a leaf list makes; that of the list itself means nothing."""
-        start = int(index.starts[index.row])
-        own = self._table_nbytes - index.nbytes
-        table = np.zeros(self._table_nbytes, np.uint8)
-        table[:start] = np.frombuffer(block, np.uint8)[:start]
-        table[start + own :] = np.frombuffer(block, np.uint8)[start:]
-        return self._combine(table)
+    def combine(self, block: bytes) -> bytes:
+        """The digests that a leaf list makes."""
+        if native_module() is None:
+            ends = np.cumsum((self.leaf_counts * DIGEST_NBYTES) + LENGTH_NBYTES).tolist()
+            view = memoryview(block)
+            pairs = zip([0, *ends[:-1]], ends, strict=True)
+            return b"".join(xxhash.xxh3_128_digest(view[start:end]) for start, end in pairs)
+        return self._combine(np.frombuffer(bytearray(block), np.uint8))
 
     def leaves(self, src: Addresses, *, num_threads: int | None = None) -> npt.NDArray[np.uint8]:
         """Digest the leaves of the bytes at `src`: uint8, shape [leaves, 16], tensor by tensor."""
@@ -292,99 +314,22 @@ class LeafPlan(BytePlan):
         return block[keep].reshape(-1, DIGEST_NBYTES)
 
 
-class LeafPackPlan(PackPlan):
-    """A plan whose tensors include `LEAVES`: what that one holds is written here."""
-
-    def _lay_out(
-        self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None
-    ) -> None:
-        super()._lay_out(tensors, trainable)
-        self.byte_plan = self._leaf_plan = LeafPlan(self.table.nbytes_column)
-        self._index = LeafIndex(self.table)  # refuses a block of another size: see `LeafSource`
-
-    def pack(
-        self, tensors: Mapping[str, torch.Tensor], address: int, *, num_threads: int | None = None
-    ) -> bytes:
-        """Copy and digest `tensors`; then write their leaf list, and digest that."""
-        digests = super().pack(tensors, address, num_threads=num_threads)
-        return self._with_leaves(digests, tensors, address)
-
-    def digest_in_place(
-        self, tensors: Mapping[str, torch.Tensor], *, num_threads: int | None = None
-    ) -> bytes:
-        """Digest `tensors` where they lie; then write their leaf list, and digest that."""
-        digests = super().digest_in_place(tensors, num_threads=num_threads)
-        return self._with_leaves(digests, tensors, None)
-
-    def _with_leaves(
-        self, made: bytes, tensors: Mapping[str, torch.Tensor], address: int | None
-    ) -> bytes:
-        digests = bytearray(made)
-        noted = self._leaf_plan.take_block()
-        index = self._index
-        start = int(index.starts[index.row])
-        behind = start + len(noted) - index.nbytes  # the list's own stretch is no part of it
-        block = np.concatenate((noted[:start], noted[behind:]))
-        if index.nbytes:
-            mine = tensors[LEAVES]  # `LeafSource.block`, which the other ranks are told
-            mine.copy_(torch.from_numpy(block))
-            if address is not None:
-                at = address + self.table.offsets[index.row]
-                self._place.bytes_at(at, index.nbytes).copy_(mine)
-        at = index.row * DIGEST_NBYTES
-        digests[at : at + DIGEST_NBYTES] = digest_bytes(block.data)
-        return bytes(digests)
-
-
-class LeafSource:
-    """Adds a tensor for the leaf list to what a rank publishes; its memory stays the same."""
-
-    def __init__(self) -> None:
-        """Begin with no tensors known."""
-        self._plan: PackPlan | None = None
-        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    @property
-    def block(self) -> bytes:
-        """The leaf list of what was packed last."""
-        return self._block.numpy().tobytes()
-
-    def add(
-        self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None
-    ) -> dict[str, torch.Tensor]:
-        """`tensors` of the CPU and the leaf list, of the right size and without content yet."""
-        nbytes = 0
-        if tensors:
-            if self._plan is None or not self._plan.fits(tensors, trainable):
-                self._plan = PackPlan(tensors, trainable)
-            nbytes = leaf_block_nbytes(self._plan.table.nbytes)
-        if self._block.numel() != nbytes:
-            self._block = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-        return {**tensors, LEAVES: self._block}
-
-
 def checked_block(part: WeightUpdateManifest, block: bytes) -> bytes:
     """The leaf list of `part`, if its tensors' digests are what it makes them."""
     table = part.table
-    index = leaf_index(table)
-    if index is None or len(block) != index.nbytes:
-        expected = "none" if index is None else f"{index.nbytes} bytes"
+    if not table.leaves or len(block) != table.leaves_nbytes:
+        expected = f"{table.leaves_nbytes} bytes" if table.leaves else "none"
         msg = (
             f"update {part.update_id}: its leaf list has {len(block)} bytes, expected {expected}. "
             "Send the part as it was published."
         )
         raise MalformedManifest(msg)
-    if native_module() is None:
-        made = index.digests(block)
-    else:
-        made = LeafPlan(table.nbytes_column).combine(block, index)
+    made = LeafPlan(table.nbytes_column).combine(block)
     differs = digests_differ(made, part.digests)
     # The pass fills in the lengths that it knows; those in the list must be the same.
-    ends = (index.starts + index.counts * DIGEST_NBYTES)[:, None] + np.arange(LENGTH_NBYTES)
-    ends[index.row] = 0
-    lengths = np.frombuffer(block or bytes(LENGTH_NBYTES), np.uint8)[ends]
+    ends = (table.leaf_starts + table.leaf_counts * DIGEST_NBYTES)[:, None]
+    lengths = np.frombuffer(block, np.uint8)[ends + np.arange(LENGTH_NBYTES)]
     differs |= np.ascontiguousarray(lengths).view("<u8").ravel() != table.nbytes_column
-    differs[index.row] = False
     if differs.any():
         name = table.names[int(np.flatnonzero(differs)[0])]
         msg = (
@@ -393,11 +338,3 @@ def checked_block(part: WeightUpdateManifest, block: bytes) -> bytes:
         )
         raise ChecksumMismatch(msg)
     return block
-
-
-def pack_plan(
-    tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None, *, place: Place
-) -> PackPlan:
-    """The plan for `tensors`: with a leaf list where they ask for one."""
-    kind = LeafPackPlan if LEAVES in tensors else PackPlan
-    return kind(tensors, trainable, place=place)

@@ -26,7 +26,6 @@ from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.journal import Journal
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.group import GroupManifest
-from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import Placement
 from rl_bridge.ray.calls import Announcement
@@ -393,7 +392,7 @@ class PublisherEndpoint:
         end = bridge.consumer.end
         attachment = end.look(manifest.parts[self._options.rank])
         try:
-            yield {name: one for name, one in attachment.tensors.items() if name != LEAVES}
+            yield attachment.tensors
         finally:
             attachment.tensors.forget()
             end.settle()

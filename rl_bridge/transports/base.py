@@ -157,8 +157,8 @@ class PublisherEnd(ABC):
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Take a snapshot of `tensors` that never changes again (G1), and digest it.
 
-        ``plan.pack(tensors, address)`` does both, into ``plan.table.arena_nbytes`` bytes, 0 if
-        all tensors are empty.
+        ``plan.pack(tensors, address)`` does both, into ``plan.table.arena_nbytes`` bytes. All of
+        them are carried: the leaf list of the tensors stands behind them.
 
         Raises:
             WeightBridgeError: nothing was published and nothing is held.

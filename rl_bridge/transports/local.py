@@ -3,6 +3,7 @@
 It is the oracle of the conformance suite: nothing is shared, so nothing can be shared wrongly.
 """
 
+import ctypes
 import threading
 import time
 import weakref
@@ -167,6 +168,8 @@ class _LocalConsumer(ConsumerEnd):
         attachment = Attachment(table, pin, plan, num_threads=self._num_threads)
         sources = table.offset_column + source.address
         plan.copy(sources, attachment.tensors.addresses, num_threads=self._num_threads)
+        at = table.leaves_offset
+        ctypes.memmove(pin.address + at, source.address + at, table.leaves_nbytes)
         return attachment
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:

@@ -31,6 +31,7 @@ from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
 from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from tests.groups.meshes import DIMS, SHAPES, Shards, cut, flat_cut, model, same, shards, share
@@ -247,15 +248,20 @@ def test_a_damaged_leaf_list_is_found() -> None:
     few = slices({"w": [slice(0, 10)]})
     with trainers(1) as group, GroupBridge(few) as bridge:
         manifest = group.publish(cut(model({"w": BIG}), 1, {"w": 0}), 1)
-        damage(group, manifest, 0, manifest.parts[0].tensors["rl_bridge.leaves"].offset)
+        damage(group, manifest, 0, manifest.parts[0].table.leaves_offset)
         with pytest.raises(ChecksumMismatch, match="leaf list does not make its digest"):
             bridge.import_update(manifest)
 
 
-def test_a_part_without_a_leaf_list_is_verified_tensor_by_tensor() -> None:
+def test_a_part_without_a_leaf_list_is_verified_tensor_by_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As a part on a GPU has none.
+    made = TensorTable.pack
+    monkeypatch.setattr(
+        TensorTable, "pack", lambda *args, **options: made(*args, **{**options, "leaves": False})
+    )
     with trainers(2) as group, GroupBridge(slices({"embed": [slice(0, 1)]})) as bridge:
-        for publisher in group.publishers:
-            publisher._leaves.add = lambda tensors, trainable: dict(tensors)  # type: ignore[method-assign]
         manifest = group.publish(shards(1), 1)
         assert bridge.plan(manifest.layout).verified_nbytes == 4 * 6 * 4
         assert torch.equal(bridge.import_update(manifest)["embed"], model(SHAPES, 1)["embed"][:1])

@@ -1,4 +1,4 @@
-"""The leaf list of a part: the digests that the pass computes anyway, in the arena."""
+"""The leaf list of an update: the digests that the pass computes anyway, in the arena."""
 
 import numpy as np
 import pytest
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from rl_bridge import make_weight_bridge
 from rl_bridge.errors import ChecksumMismatch
 from rl_bridge.manifest.digest import LEAF_NBYTES, leaf_digests
-from rl_bridge.manifest.group_digests import LEAVES, leaf_block_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import passes
-from rl_bridge.memory.packing import LeafPlan, LeafSource, checked_block
+from rl_bridge.memory.packing import LeafPlan, checked_block
+from rl_bridge.memory.vm import tensor_at
 from tests.groups.meshes import numbered
 
 SIZES = (0, 1, 1023, 1024, LEAF_NBYTES - 1, LEAF_NBYTES, LEAF_NBYTES + 1, 3 * LEAF_NBYTES + 77)
@@ -39,28 +39,33 @@ def reference(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 def published(
-    tensors: dict[str, torch.Tensor], **ties: torch.Tensor
+    tensors: dict[str, torch.Tensor], transport: str = "shared-memory", **ties: torch.Tensor
 ) -> tuple[WeightUpdateManifest, bytes]:
-    """A part's manifest and the block that arrived with it."""
-    source = LeafSource()
-    with make_weight_bridge("shared-memory", suspicious="off") as bridge:
+    """An update's manifest and the block that arrived with it."""
+    state: dict[str, torch.Tensor] = {**tensors, **ties}
+    with make_weight_bridge(transport, suspicious="off") as bridge:
         for version in (1, 2):  # the second time, everything is planned
-            manifest = bridge.publish(source.add({**tensors, **ties}, None), weight_version=version)
-            block = bridge.import_update(manifest)[LEAVES].numpy().tobytes()
-            assert block == source.block
+            manifest = bridge.publish(state, weight_version=version)
+            attachment = bridge.consumer.end.look(manifest)
+            table = manifest.table
+            at = attachment.tensors.pin.address + table.leaves_offset
+            block = tensor_at(at, table.leaves_nbytes).numpy().tobytes()
+            assert block == bridge.publisher.leaf_list
+            assert set(attachment.tensors) == set(state) == set(manifest.tensors)
+            attachment.tensors.forget()
             bridge.release(manifest)
         return manifest, block
 
 
 @pytest.mark.usefixtures("pass_in_use")
-def test_the_block_is_what_the_format_says() -> None:
-    # Names on both sides of the list's own, which lies in the middle of the layout.
+@pytest.mark.parametrize("transport", ["shared-memory", "local-clone"])
+def test_the_block_is_what_the_format_says(transport: str) -> None:
     tensors = {f"{'az'[n % 2]}.{n}": bytes_of(nbytes) for n, nbytes in enumerate(SIZES)}
     tensors["strided"] = numbered((40, 50)).t()
-    manifest, block = published(tensors)
+    manifest, block = published(tensors, transport)
     assert block == reference(tensors)
     assert checked_block(manifest, block) == block
-    assert len(block) == leaf_block_nbytes([t.numel() * t.itemsize for t in tensors.values()])
+    assert len(block) == manifest.table.leaves_nbytes
 
 
 def test_tied_tensors_are_in_it_once() -> None:

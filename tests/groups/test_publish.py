@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.errors import (
-    DuplicateTensorName,
     GroupAborted,
     IncompleteCoverage,
     RanksDisagree,
@@ -32,7 +31,6 @@ from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.groups.wanted import parallel
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
-from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.parallel import Placement
 from rl_bridge.testing.processes import until
 from tests.groups.meshes import SHAPES, Shards, cut, model, placed, shards
@@ -151,13 +149,6 @@ def test_a_placement_that_does_not_fit_its_tensor_fails_its_rank_alone(
         assert isinstance(other, GroupAborted)
         assert other.ranks == (1,)
         assert text in str(other)
-
-
-def test_the_name_of_the_leaf_list_is_taken() -> None:
-    ranks = shards(1, 1)
-    ranks[0][0][LEAVES] = torch.zeros(3, dtype=torch.uint8)
-    with trainers(1) as group:
-        each(group.try_publish(ranks, 1), DuplicateTensorName, "Give it another name")
 
 
 # ---- all or none --------------------------------------------------------------------------------

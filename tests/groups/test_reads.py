@@ -39,7 +39,6 @@ from rl_bridge.groups.wanted import (
 )
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
-from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.places import CPU_PLACE
@@ -283,7 +282,7 @@ def test_a_manifest_that_was_changed_on_its_way_is_refused_and_the_right_one_tak
         changed = GroupManifest.build(
             list(manifest.parts),
             manifest.layout,
-            [one._leaves.block for one in group.publishers],
+            [one.bridge.publisher.leaf_list for one in group.publishers],
             metadata={"step": 7},
         )
         with pytest.raises(DigestMismatch, match="changed on its way"):
@@ -482,7 +481,7 @@ def test_a_slice_asks_for_its_leaves_and_the_leaf_list_only(
     part = calls[0][0]
     assert part.nbytes is not None
     table = part.manifest.table
-    assert part.nbytes.sum() == 2 * LEAF_NBYTES + table.nbytes[table.rows[LEAVES]]
+    assert part.nbytes.sum() == 2 * LEAF_NBYTES + table.leaves_nbytes
 
 
 def test_whole_tensors_are_asked_for_at_once_in_order_and_without_the_leaf_lists(
@@ -503,7 +502,7 @@ def test_whole_tensors_are_asked_for_at_once_in_order_and_without_the_leaf_lists
         assert (first.nbytes > 0).all()
         assert (first.starts[1:] > ends[:-1]).all(), "no two of them meet"
         table = first.manifest.table
-        leaves = table.offsets[table.rows[LEAVES]]
+        leaves = table.leaves_offset
         assert not ((first.starts <= leaves) & (leaves < ends)).any()
 
 

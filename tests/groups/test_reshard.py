@@ -1,7 +1,6 @@
 """Resharding: whatever the cuts, each consumer gets its bytes, and only what it needs is read."""
 
 from collections.abc import Mapping
-from math import prod
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from rl_bridge.groups.wanted import (
     parallel,
     slices,
 )
-from rl_bridge.manifest.group_digests import LEAVES, leaf_block_nbytes
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.manifest.table import TensorTable
@@ -49,9 +47,7 @@ def layout_of(ranks: list[Shards]) -> GroupLayout:
     tables = []
     for tensors, _ in ranks:
         known = {name: (dtype_name(one), tuple(one.shape)) for name, one in tensors.items()}
-        sizes = [known[name] for name in sorted(known)]
-        block = leaf_block_nbytes([prod(s) * getattr(torch, d).itemsize for d, s in sizes])
-        tables.append(TensorTable.pack({**known, LEAVES: ("uint8", (block,))}))
+        tables.append(TensorTable.pack(known, leaves=True))
     return GroupLayout.build(tables, [placements for _, placements in ranks])
 
 

@@ -9,6 +9,7 @@ import torch
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import SlotsExhausted, StaleUpdate, WeightBridgeUnavailableError
+from rl_bridge.memory.packing import checked_block
 from rl_bridge.testing.processes import Child
 from rl_bridge.testing.strategies import bytes_of
 from tests.machines.nixl_roles import (
@@ -107,7 +108,7 @@ def test_other_tensors_are_registered_in_place_of_the_first_ones() -> None:
             manifest = publisher.publish(live, weight_version=version)
             assert take(consumer, manifest) == bytes_of(live["w"])
             publisher.release(manifest.update_id)
-            assert publisher_end(publisher).num_registered == 2
+            assert publisher_end(publisher).num_registered == 3  # stamp, tensor, leaf list
 
 
 def test_tensors_of_other_sizes_where_others_were_are_read_without_a_failure() -> None:
@@ -134,8 +135,23 @@ def test_tensors_that_are_read_are_kept_though_others_take_their_place() -> None
 
         with Between(replace, at="bytes", times=1), pytest.raises(StaleUpdate):
             consumer.import_update(first)
-        assert kept == [3], "what is being read is given back"
-        assert publisher_end(publisher).num_registered == 2
+        assert kept == [5], "what is being read is given back"
+        assert publisher_end(publisher).num_registered == 3
+
+
+def test_the_leaf_list_lies_behind_the_tensors_of_each_version() -> None:
+    live = weights(1)
+    with in_place() as (publisher, consumer):
+        for version in (1, 2):
+            live["w"].add_(1)
+            manifest = publisher.publish(live, weight_version=version)
+            imported: Any = consumer.import_update(manifest)
+            table = manifest.table
+            raw = bytes(imported.pin.buffer)[table.leaves_offset :][: table.leaves_nbytes]
+            assert raw == publisher.publisher.leaf_list == checked_block(manifest, raw)
+            del imported
+            consumer.release_imported(manifest.update_id)
+            publisher.release(manifest.update_id)
 
 
 def test_a_tensor_that_is_not_contiguous_is_refused_by_name() -> None:

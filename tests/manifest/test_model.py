@@ -106,6 +106,7 @@ def golden_manifest() -> WeightUpdateManifest:
         {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()},
         ties={"lm_head": "wte"},
         trainable=frozenset({"bias", "wte"}),
+        leaves=True,
     )
     return WeightUpdateManifest(
         update_id="0123456789abcdef0123456789abcdef",

@@ -205,20 +205,20 @@ def test_a_damaged_layout_has_its_own_error(damage: str) -> None:
     assert type(caught.value) is error
 
 
-def test_an_update_without_tensors_is_malformed() -> None:
-    with pytest.raises(MalformedManifest, match=r"holds no tensors.*Publish a model"):
-        TensorTable(**{**make_table().document(), **EMPTY, "arena_nbytes": 0})
+def test_a_layout_without_tensors_has_an_empty_arena() -> None:
+    table = TensorTable(**{**make_table().document(), **EMPTY, "arena_nbytes": 0})
+    assert table == TensorTable.pack({}) != TensorTable.pack({}, leaves=True)
+    assert table.leaves_offset == TensorTable.pack({}, leaves=True).leaves_nbytes == 0
 
 
 @pytest.mark.parametrize(
     ("tensors", "error"),
     [
-        ({}, MalformedManifest),
         ({"a": ("float31", (1,))}, UnknownDtype),
         ({"a": ("int8", (-1,))}, NegativeRange),
         ({"a": ("int8", (2**62, 2**62))}, RangeOverflow),
     ],
-    ids=["none", "dtype", "negative", "overflow"],
+    ids=["dtype", "negative", "overflow"],
 )
 def test_packing_refuses_what_no_layout_can_say(
     tensors: dict[str, Any], error: type[Exception]

@@ -171,7 +171,11 @@ def test_clearing_the_padding_leaves_the_tensors_alone() -> None:
     arena.fill_(0xFF)
     plan.pack(tensors, pin.address)
     plan.clear_padding(pin.address)
-    expected = torch.zeros(768, dtype=torch.uint8)
+    assert plan.table.leaves_offset == 768
+    expected = torch.zeros(768 + 256, dtype=torch.uint8)
+    block = plan.leaf_list
+    assert len(block) == plan.table.leaves_nbytes == 2 * 16 + 3 * 8
+    expected[768 : 768 + len(block)] = torch.from_numpy(block.copy())
     expected[:5] = tensors["a"]
     expected[256:556] = tensors["b"]
     assert torch.equal(arena, expected)
@@ -182,6 +186,11 @@ def test_a_digest_in_place_is_that_of_the_packed_bytes() -> None:
     plan = PackPlan(tensors)
     pin = anonymous_pin(plan.table.arena_nbytes)
     assert plan.digest_in_place(tensors) == plan.pack(tensors, pin.address)
+    packed = plan.leaf_list.tobytes()
+    plan.digest_in_place(tensors)
+    list_at = anonymous_pin(plan.table.leaves_nbytes)
+    plan.write_leaves(list_at.address)
+    assert bytes(list_at.buffer)[: len(packed)] == packed
 
 
 def test_a_layout_names_the_memory_that_its_bytes_lie_in() -> None:

@@ -24,6 +24,7 @@ from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.places import Place
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.memory.views import Pin, anonymous_pin
 from rl_bridge.transports.nixl.agent import AgentError, Host, Kind, Region
 from rl_bridge.transports.nixl.arenas import RegisteredArenas, SlotRegistration
 from rl_bridge.transports.nixl.messages import Entry, Lease, Leased
@@ -316,14 +317,16 @@ class _LiveTensors:
         plan: the plan.
         tensors: keeps the tensors alive.
         number: the number that readers know them by.
-        region: their registered memory; None if all are empty.
-        where: the ranges of the tensors that are not empty.
+        leaves: memory of the store's own for their leaf list; None if they have none.
+        region: all of this memory, registered; None if there is none.
+        where: the ranges of the tensors that are not empty, and of the leaf list.
 
     """
 
     plan: PackPlan
     tensors: tuple[torch.Tensor, ...]
     number: int
+    leaves: Pin | None
     region: Region | None
     where: _Ranges
 
@@ -365,7 +368,9 @@ class InPlaceStore(VersionStore):
             staged = time.perf_counter()
             digests = plan.digest_in_place(tensors, num_threads=num_threads)
             with lock:
-                self._tensors_of[update_id] = self._registered(plan, tensors)
+                live = self._tensors_of[update_id] = self._registered(plan, tensors)
+                if live.leaves is not None:
+                    plan.write_leaves(live.leaves.address)
                 slot.update_id = update_id
                 slot.stamp(update_id, plan.table.arena_nbytes)
                 self._published[update_id] = _Published(slot, generation, plan.table.arena_nbytes)
@@ -399,11 +404,15 @@ class InPlaceStore(VersionStore):
             )
             if nbytes
         ]
+        table, leaves = plan.table, None
+        if table.leaves_nbytes:
+            leaves = anonymous_pin(table.leaves_nbytes)
+            rows.append((leaves.address, table.leaves_offset, table.leaves_nbytes))
         columns = tuple(tuple(row[column] for row in rows) for column in range(3))
         region = self._register([(address, nbytes) for address, _, nbytes in rows])
         self._numbers += 1
         where = (columns[0], columns[1], columns[2])
-        self._live = _LiveTensors(plan, kept, self._numbers, region, where)
+        self._live = _LiveTensors(plan, kept, self._numbers, leaves, region, where)
         return self._live
 
     def _register(self, ranges: list[tuple[int, int]]) -> Region | None:
@@ -469,7 +478,8 @@ class InPlaceStore(VersionStore):
     @property
     def nbytes(self) -> int:
         """Bytes besides the trainer's own."""
-        return self._slot.nbytes
+        live = self._live
+        return self._slot.nbytes + (live.leaves.nbytes if live and live.leaves else 0)
 
     def _deregister_unused(self, live: _LiveTensors | None, *, but: str = "") -> None:
         """Deregister tensors unless a version other than `but` lies in them and may be read."""
