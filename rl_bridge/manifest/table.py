@@ -228,8 +228,9 @@ class TensorTable(Layout):
         flags = None
         if trainable is not None:
             flags = "".join("1" if name in trainable else "0" for name in names)
+        behind = _leaf_list_nbytes(_num_leaves(sizes), len(sizes)) if leaves else 0
         return cls(
-            arena_nbytes=_align(ends[-1] + (_leaf_list_nbytes(sizes) if leaves else 0)),
+            arena_nbytes=_align(ends[-1] + behind),
             device=device,
             dtypes=dtypes,
             leaves=leaves,
@@ -308,7 +309,9 @@ class TensorTable(Layout):
         nbytes = np.array(numel, np.int64) * items
         room = -(-nbytes // ALIGNMENT) * ALIGNMENT
         ends = np.cumsum(room)
-        behind = int(ends[-1]) + (_leaf_list_nbytes(self.nbytes) if self.leaves else 0)
+        behind = int(ends[-1])
+        if self.leaves:
+            behind += _leaf_list_nbytes(int((-(-nbytes // LEAF_NBYTES)).sum()), len(nbytes))
         return bool(
             _align(behind) == self.arena_nbytes
             and (nbytes == np.array(self.nbytes, np.int64)).all()
@@ -358,10 +361,16 @@ class TensorTable(Layout):
                 )
                 raise RangeBeyondSegment(msg)
             end = _align(offset + nbytes)
+        self._check_end(end)
+
+    def _check_end(self, end: int) -> None:
+        """Compare the size of the arena with what is in it; its tensors end at `end`."""
         what = "its tensors need"
         if self.leaves:
             what = "its tensors and their leaf list need"
-            end = _align(end + _leaf_list_nbytes(self.nbytes))
+            end = _align(end + _leaf_list_nbytes(_num_leaves(self.nbytes), len(self.nbytes)))
+        if end > _MAX_INT:
+            raise RangeOverflow(f"the arena does not fit 63 bits: {what} {end} bytes. {RESEND}")
         if self.arena_nbytes != end:
             msg = f"the arena is said to have {self.arena_nbytes} bytes, {what} {end}. {RESEND}"
             raise RangeBeyondSegment(msg) if self.arena_nbytes < end else MalformedManifest(msg)
@@ -419,7 +428,7 @@ class TensorTable(Layout):
     @cached_property
     def leaves_nbytes(self) -> int:
         """Size of the leaf list; 0 if there is none."""
-        return _leaf_list_nbytes(self.nbytes) if self.leaves else 0
+        return _leaf_list_nbytes(int(self.leaf_counts.sum()), len(self.names)) if self.leaves else 0
 
     def descriptor(self, name: str, digests: bytes) -> TensorDescriptor:
         """Describe one tensor, tied names included; a `KeyError` if there is none of that name."""
@@ -439,9 +448,13 @@ class TensorTable(Layout):
         )
 
 
-def _leaf_list_nbytes(nbytes: Sequence[int]) -> int:
-    leaves = sum(-(-size // LEAF_NBYTES) for size in nbytes)
-    return leaves * DIGEST_NBYTES + len(nbytes) * LENGTH_NBYTES
+def _num_leaves(nbytes: Sequence[int]) -> int:
+    """Count the leaves of tensors of any sizes, those that do not fit 64 bits among them."""
+    return sum(-(-size // LEAF_NBYTES) for size in nbytes)
+
+
+def _leaf_list_nbytes(leaves: int, tensors: int) -> int:
+    return leaves * DIGEST_NBYTES + tensors * LENGTH_NBYTES
 
 
 def _readonly(values: Sequence[int]) -> npt.NDArray[np.uint64]:

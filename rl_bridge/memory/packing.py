@@ -26,7 +26,7 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES, LENGTH_NBYTES, digests_diff
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable, collector_paused
-from rl_bridge.memory.passes import Addresses, BytePlan, native_module
+from rl_bridge.memory.passes import Addresses, BytePlan
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.tensors import TensorFacts, is_lazy_view, tensor_key
 
@@ -289,14 +289,14 @@ class LeafPlan(BytePlan):
         return (self._start[1:] - self._start[:-1]).astype(np.int64)
 
     def take_block(self) -> npt.NDArray[np.uint8]:
-        """The leaf list of the last run, as `rl_bridge.manifest.group_digests` describes it."""
+        """The leaf list of the last run, as `rl_bridge.manifest.table` describes it."""
         table, self._table = self._table, np.empty(0, np.uint8)
         return table
 
     def combine(self, block: bytes) -> bytes:
         """The digests that a leaf list makes."""
-        if native_module() is None:
-            ends = np.cumsum((self.leaf_counts * DIGEST_NBYTES) + LENGTH_NBYTES).tolist()
+        if self._native is None:
+            ends = np.cumsum(self.leaf_counts * DIGEST_NBYTES + LENGTH_NBYTES).tolist()
             view = memoryview(block)
             pairs = zip([0, *ends[:-1]], ends, strict=True)
             return b"".join(xxhash.xxh3_128_digest(view[start:end]) for start, end in pairs)

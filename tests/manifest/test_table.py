@@ -211,6 +211,12 @@ def test_a_layout_without_tensors_has_an_empty_arena() -> None:
     assert table.leaves_offset == TensorTable.pack({}, leaves=True).leaves_nbytes == 0
 
 
+def test_a_leaf_list_that_ends_beyond_63_bits_is_refused() -> None:
+    # The tensor's own bytes still fit.
+    with pytest.raises(RangeOverflow, match="63 bits: its tensors and their leaf list need"):
+        TensorTable.pack({"a": ("complex128", (2**59 - 16,))}, leaves=True)
+
+
 @pytest.mark.parametrize(
     ("tensors", "error"),
     [
