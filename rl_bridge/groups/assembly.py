@@ -21,19 +21,18 @@ import numpy.typing as npt
 import torch
 
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightBridgeUnavailableError
-from rl_bridge.groups.plan import PartNeeds, ReshardPlan
-from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES
+from rl_bridge.groups.plan import ReshardPlan
+from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_rows
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
-from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.arrival_digest import BESIDE_NBYTES, ArrivalDigest, ArrivalPlan, Digester
-from rl_bridge.memory.packing import LeafPlan, PackPlan, checked_block
+from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.parts import damaged
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Attachment
-from rl_bridge.memory.vm import tensor_at
 from rl_bridge.transports.base import PartRequest
 from rl_bridge.transports.shared_memory import SharedPublisher
 
@@ -53,10 +52,6 @@ class Assembly:
         """Prepare the passes."""
         self.plan = plan
         self._num_threads = num_threads
-        self._verifies = [
-            LeafPlan(needs.nbytes.astype(np.uint64)) if len(needs.nbytes) else None
-            for needs in plan.parts
-        ]
         self._copies = BytePlan(plan.run_nbytes.astype(np.uint64))
         # For each part, the bytes up to the end of the last range that is read.
         self._reach = {
@@ -93,37 +88,14 @@ class Assembly:
                 )
                 raise WeightBridgeUnavailableError(msg)
             bases[rank] = pin.address
-        for needs, verify in zip(self.plan.parts, self._verifies, strict=True):
-            if verify is not None:
-                self._verify(group.parts[needs.part], needs, verify, int(bases[needs.part]))
+        for needs in self.plan.parts:
+            base = int(bases[needs.part])
+            needs.verify(group.parts[needs.part], base, num_threads=self._num_threads)
         self._copy(bases, address)
         targets = self.plan.table.offset_column + np.uint64(address)
         digests = self._digests.digest(targets, num_threads=self._num_threads)
         self.compare(group, digests)
         return digests
-
-    def _verify(
-        self, part: WeightUpdateManifest, needs: PartNeeds, verify: LeafPlan, base: int
-    ) -> None:
-        addresses = (needs.starts + base).astype(np.uint64)
-        if not needs.has_leaves:
-            found = verify.digest(addresses, num_threads=self._num_threads)
-            given = _rows_of(part.digests)[needs.rows]
-            if found != given.tobytes():
-                differs = (_rows_of(found) != given).any(axis=1)
-                raise _damaged(part, needs, int(np.flatnonzero(differs)[0]))
-            return
-        table = part.table
-        memory = tensor_at(base + table.leaves_offset, table.leaves_nbytes)
-        block = checked_block(part, memory.numpy().tobytes())
-        listed = np.frombuffer(block, np.uint8)
-        expected = listed[needs.expected[:, None] + np.arange(DIGEST_NBYTES)]
-        leaves = verify.leaves(addresses, num_threads=self._num_threads)
-        differs = (leaves != expected).any(axis=1)
-        if differs.any():
-            ends = np.cumsum(verify.leaf_counts)
-            place = int(np.searchsorted(ends, np.flatnonzero(differs)[0], side="right"))
-            raise _damaged(part, needs, place)
 
     def _copy(self, bases: npt.NDArray[np.uint64], address: int) -> None:
         plan = self.plan
@@ -164,7 +136,7 @@ class Assembly:
     def differing(self, group: GroupManifest, digests: bytes) -> _Column:
         """Rows of the plan's table whose digests are not those that the group has for them."""
         rows, places = self._known_rows(group.layout)
-        found, expected = _rows_of(digests)[rows], _rows_of(group.digests)[places]
+        found, expected = digest_rows(digests)[rows], digest_rows(group.digests)[places]
         if found.tobytes() == expected.tobytes():  # the usual case, and the faster comparison
             return rows[:0]
         differing: _Column = rows[(found != expected).any(axis=1)]
@@ -181,11 +153,11 @@ class Assembly:
         if len(differing):
             row = int(differing[0])
             name = self.plan.wholes[row]
-            expected = _rows_of(group.digests)[group.layout.places[name]]
+            expected = digest_rows(group.digests)[group.layout.places[name]]
             msg = (
                 f"tensor checksum mismatch for {name!r} in version {group.weight_version}: "
                 f"the group has {expected.tobytes().hex()}, what was assembled has "
-                f"{_rows_of(digests)[row].tobytes().hex()}. The placements are not those of the "
+                f"{digest_rows(digests)[row].tobytes().hex()}. The placements are not those of the "
                 "tensors, or memory is damaged: publish again."
             )
             raise ChecksumMismatch(msg)
@@ -265,27 +237,6 @@ def _known_wholes(plan: ReshardPlan, layout: GroupLayout) -> tuple[_Column, _Col
     pairs = np.array([(row, at) for row, at in known if kinds[at] != "cut"], np.int64)
     rows, places = pairs.reshape(-1, 2).T
     return rows, places
-
-
-def damaged(
-    part: WeightUpdateManifest, rank: int, row: int, start: int, nbytes: int
-) -> ChecksumMismatch:
-    """The error for bytes of a part that are not what was published."""
-    first = start - part.table.offsets[row]
-    return ChecksumMismatch(
-        f"tensor checksum mismatch for {part.table.names[row]!r} in version "
-        f"{part.weight_version}, part of rank {rank}: bytes {first} to {first + nbytes} are not "
-        "what was published. The update is corrupt or was overwritten: publish again."
-    )
-
-
-def _damaged(part: WeightUpdateManifest, needs: PartNeeds, place: int) -> ChecksumMismatch:
-    start, nbytes = int(needs.starts[place]), int(needs.nbytes[place])
-    return damaged(part, needs.part, int(needs.rows[place]), start, nbytes)
-
-
-def _rows_of(digests: bytes) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
 
 
 # ---- without a copy -----------------------------------------------------------------------------

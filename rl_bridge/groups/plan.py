@@ -28,10 +28,10 @@ from rl_bridge.manifest.coverage import (
     piece_boxes,
     shown,
 )
-from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES
 from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.table import TensorTable, collector_paused, row_major_stride
+from rl_bridge.memory.parts import PartNeeds, leaves_of
 
 # The compiled pass copies rows of at least this size; numpy copies boxes of smaller rows.
 _ROW_NBYTES = 32_768
@@ -130,7 +130,7 @@ def copies_for(
             else:
                 sizes, a_strides, b_strides = zip(*dims, strict=True)
                 boxes.append(BoxCopy(place, source, target, sizes, a_strides, b_strides))
-            touched += _leaves([(n, s * item) for n, s, _ in dims], source * item, item)
+            touched += leaves_of([(n, s * item) for n, s, _ in dims], source * item, item)
         if touched:
             leaves.append((place, tuple(merged(touched))))
     return Copies(tuple(boxes), tuple(leaves), nbytes)
@@ -198,18 +198,6 @@ def _offsets(dims: Sequence[_Dim], source: int, target: int) -> Iterator[tuple[i
         yield from _offsets(rest, source + i * a, target + i * b)
 
 
-def _leaves(dims: Sequence[tuple[int, int]], start: int, item: int) -> Iterator[tuple[int, int]]:
-    """Ranges of leaves that hold a box of (size, stride) at `start`; all in bytes."""
-    extent = item + sum((size - 1) * stride for size, stride in dims)
-    # If neighbours are less than a leaf apart, every leaf in between is needed.
-    if not dims or dims[0][1] <= LEAF_NBYTES:
-        yield start // LEAF_NBYTES, -(-(start + extent) // LEAF_NBYTES)
-        return
-    (size, stride), *rest = dims
-    for i in range(size):
-        yield from _leaves(rest, start + i * stride, item)
-
-
 class PlacedBox(NamedTuple):
     """A copy that lies in rows: first bytes in the two arenas, and the box."""
 
@@ -218,34 +206,6 @@ class PlacedBox(NamedTuple):
     target: int
     item: int
     box: BoxCopy
-
-
-@dataclass(frozen=True, slots=True)
-class PartNeeds:
-    """The ranges of one part that are read, and those that are verified.
-
-    Attributes:
-        part: its rank.
-        has_leaves: single leaves are verified, by the part's leaf list; else whole tensors are,
-            because every needed tensor is whole or the part has no list.
-        starts: first byte, in the part's arena, of each range that is verified.
-        nbytes: size of each.
-        rows: stored tensor that each lies in.
-        expected: first byte, in the part's leaf list, of each leaf of these ranges.
-        read_starts: first byte, in the part's arena, of each range that is read: the verified
-            ranges and the leaf list; ascending, no two of them meet.
-        read_nbytes: size of each.
-
-    """
-
-    part: int
-    has_leaves: bool
-    starts: _Column
-    nbytes: _Column
-    rows: _Column
-    expected: _Column
-    read_starts: _Column
-    read_nbytes: _Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +284,11 @@ class _Planner:
                 self._add(one, source, table.offsets[row])
             if len(one.sources) == 1 and one.shape == group.wholes[one.sources[0].name].shape:
                 wholes[row] = one.sources[0].name
-        parts = tuple(self._needs(part) for part, rows in enumerate(self._leaves) if rows)
+        parts = tuple(
+            PartNeeds.of(group.tables[part], leaves, part=part)
+            for part, leaves in enumerate(self._leaves)
+            if leaves
+        )
         runs = np.array(self._runs, np.int64).reshape(-1, 4)
         return ReshardPlan(
             group_digest=group.digest,
@@ -426,68 +390,6 @@ class _Planner:
             known = self._patterns.setdefault(key, len(self._patterns))
             self._pattern_of[name] = known
         return known
-
-    # ---- what is verified -----------------------------------------------------------------------
-
-    def _needs(self, part: int) -> PartNeeds:
-        table = self._group.tables[part]
-        sizes = table.nbytes_column.astype(np.int64)
-        offsets = table.offset_column.astype(np.int64)
-        wanted = np.array(self._leaves[part], np.int64).reshape(-1, 3)
-        counts = table.leaf_counts
-        rows, first, end = _joined(wanted, counts)
-        # The manifest has the digests of whole tensors.
-        has_leaves = table.leaves and bool((end - first != counts[rows]).any())
-        if not has_leaves:
-            rows = np.unique(rows)
-            first, end = np.zeros_like(rows), counts[rows]
-        expected = np.empty(0, np.int64)
-        if has_leaves:
-            leaves = end - first
-            within = np.arange(leaves.sum()) - np.repeat(np.cumsum(leaves) - leaves, leaves)
-            starts = table.leaf_starts[rows] + first * DIGEST_NBYTES
-            expected = np.repeat(starts, leaves) + within * DIGEST_NBYTES
-        begins = offsets[rows] + first * LEAF_NBYTES
-        nbytes = np.minimum(sizes[rows], end * LEAF_NBYTES) - first * LEAF_NBYTES
-        read = np.stack((begins, nbytes), 1)
-        if has_leaves:
-            read = np.concatenate((read, [[table.leaves_offset, table.leaves_nbytes]]))
-        read_starts, read_nbytes = _met(read[read[:, 1] > 0])
-        return PartNeeds(
-            part=part,
-            has_leaves=has_leaves,
-            starts=begins,
-            nbytes=nbytes,
-            rows=rows,
-            expected=expected,
-            read_starts=read_starts,
-            read_nbytes=read_nbytes,
-        )
-
-
-def _joined(ranges: _Column, counts: _Column) -> tuple[_Column, _Column, _Column]:
-    """Ranges of leaves (row, first, end), in order, those of a row that meet joined into one."""
-    # Number all leaves of a part in one sequence, with one unused number between two rows.
-    bases = np.cumsum(counts + 1) - (counts + 1)
-    rows, first, end = ranges.T
-    line = bases[rows]
-    order = np.argsort(line + first, kind="stable")
-    low, high = (line + first)[order], np.maximum.accumulate((line + end)[order])
-    begins = np.flatnonzero(np.concatenate(([True], low[1:] > high[:-1])))
-    ends = high[np.concatenate((begins[1:], [len(low)])) - 1]
-    rows = rows[order][begins]
-    return rows, low[begins] - bases[rows], ends - bases[rows]
-
-
-def _met(ranges: _Column) -> tuple[_Column, _Column]:
-    """Ranges of bytes (start, size) in order, those that meet joined into one."""
-    if not len(ranges):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    starts, sizes = ranges[np.argsort(ranges[:, 0], kind="stable")].T
-    ends = np.maximum.accumulate(starts + sizes)
-    begins = np.flatnonzero(np.concatenate(([True], starts[1:] > ends[:-1])))
-    low = starts[begins]
-    return low, ends[np.concatenate((begins[1:], [len(starts)])) - 1] - low
 
 
 def _check_inside(name: str, source: WholeSlice, whole: tuple[int, ...]) -> None:
