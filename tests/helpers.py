@@ -2,12 +2,10 @@
 
 import json
 import os
-import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from rl_bridge.manifest.model import LayoutCache, WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.testing.leaks import Holdings
 from rl_bridge.testing.processes import DEADLINE_S, until
+from rl_bridge.testing.processes import stop_process as stop
 
 __all__ = [
     "assemble",
@@ -116,19 +115,6 @@ forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:Depre
 def open_fds() -> dict[int, str]:
     """Open descriptors of this process, without those of earlier tests' garbage."""
     return Holdings.now().descriptors
-
-
-def stop(pid: int) -> None:
-    """SIGSTOP, and wait until no thread of a process runs any more: the signal is only sent."""
-    os.kill(pid, signal.SIGSTOP)
-    tasks = Path(f"/proc/{pid}/task")
-    until(
-        lambda: all(
-            (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-            for task in tasks.iterdir()
-        ),
-        what=f"process {pid} is stopped",
-    )
 
 
 def forked(function: Callable[[], bool]) -> bool:

@@ -77,7 +77,14 @@ def _public_names() -> str:
 
 
 def _tests_of(file: Path) -> str:
-    tests = [node.name for node in ast.parse(file.read_text("utf-8")).body if _is_test(node)]
+    tests = []
+    for node in ast.parse(file.read_text("utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            chosen = [part for by in node.decorator_list for part in ast.walk(by)]
+            tests += [str(part.value) for part in chosen if isinstance(part, ast.Constant)]
+            tests += [part.name for part in node.body if _is_test(part)]
+        elif _is_test(node):
+            tests.append(node.name)
     listed = "\n".join(f"    * `{name}`" for name in tests)
     return f'??? success "{len(tests)} tests in `{file.relative_to(ROOT)}`"\n\n{listed}'
 

@@ -36,7 +36,14 @@ if TYPE_CHECKING:
     from rl_bridge.testing.leaks import Holdings, assert_nothing_leaks
     from rl_bridge.testing.lifecycle_machine import LifecycleMachine
     from rl_bridge.testing.peer import BridgeOver, Peer, PeerOptions, hashes, sample_weights
-    from rl_bridge.testing.processes import Child, ChildDied, ChildError, until, watchdog
+    from rl_bridge.testing.processes import (
+        Child,
+        ChildDied,
+        ChildError,
+        stop_process,
+        until,
+        watchdog,
+    )
     from rl_bridge.testing.strategies import bytes_of, contents_of, random_tensor
     from rl_bridge.testing.transport_suite import TransportSuite
 
@@ -73,6 +80,7 @@ __all__ = [
     "random_tensor",
     "sample_engine",
     "sample_weights",
+    "stop_process",
     "until",
     "watchdog",
 ]
@@ -86,7 +94,7 @@ _MODULES = {
     "leaks": "Holdings assert_nothing_leaks",
     "lifecycle_machine": "LifecycleMachine",
     "peer": "BridgeOver Peer PeerOptions hashes sample_weights",
-    "processes": "Child ChildDied ChildError until watchdog",
+    "processes": "Child ChildDied ChildError stop_process until watchdog",
     "strategies": "bytes_of contents_of random_tensor",
     "transport_suite": "TransportSuite",
 }

@@ -24,6 +24,7 @@ from rl_bridge.errors import (
     IncompatibleUpdate,
     ProofFailed,
     SessionRefused,
+    StaleUpdate,
     TornEngine,
     WeightBridgeError,
     WeightBridgeUnavailableError,
@@ -263,6 +264,28 @@ class EngineSuite:
                 rig.check_back(before)
             executor.update_weights(rig.publish(1))
             rig.check(1)
+
+    def test_an_engine_whose_update_was_released_is_undone_all_the_same(self, rig: "Rig") -> None:
+        """It goes on with the bytes that it has, and gets them back."""
+        with rig.driven() as (executor, _, _):
+            executor.update_weights(rig.publish(0))
+            executor.release_weights()
+            before = rig.contents()
+            rig.plant("prove", "raises", self.ranks - 1)
+            with pytest.raises(WeightUpdateRejectedError):
+                executor.update_weights(rig.publish(1))
+            rig.uproot()
+            rig.check_back(before)
+
+    def test_a_late_manifest_leaves_the_engine_as_it_is(self, rig: "Rig") -> None:
+        """Nor is the version that it holds installed again."""
+        with rig.driven() as (executor, _, _):
+            early, late = rig.publish(0), rig.publish(1)
+            executor.update_weights(late)
+            for manifest in (early, late):
+                with pytest.raises(StaleUpdate):
+                    executor.update_weights(manifest)
+                rig.check(1, late)
 
     def test_ranks_go_back_within_the_call_that_failed(self, rig: "Rig") -> None:
         """No step of the model comes in between, whatever becomes of the driver."""

@@ -1,6 +1,10 @@
 """`InstallerSuite`: what every installer must keep, as tests that an adapter's class inherits."""
 
+import itertools
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,9 +14,15 @@ import torch
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
-from rl_bridge.installers.base import Engine, TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed, StaleUpdate, TornEngine
+from rl_bridge.installers.base import (
+    Engine,
+    InstallProof,
+    TransactionalAdapter,
+    WeightInstallAdapter,
+)
 from rl_bridge.installers.engine_memory import named_engine_tensors
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.installer_faults import (
     ENGINE_FAULT,
     EngineFault,
@@ -22,6 +32,8 @@ from rl_bridge.testing.installer_faults import (
     reinterpret,
     transpose,
 )
+from rl_bridge.testing.leaks import assert_nothing_leaks
+from rl_bridge.testing.processes import DEADLINE_S
 from rl_bridge.testing.strategies import bytes_of, random_tensor
 from rl_bridge.testing.transport_case import only_report
 from rl_bridge.transports.registry import transport_class
@@ -82,10 +94,14 @@ class Rig:
             )
         return found
 
+    def publish(self, weights: Mapping[str, torch.Tensor]) -> WeightUpdateManifest:
+        """Publish under the next version."""
+        self._version += 1
+        return self.trainer.publish(weights, weight_version=self._version)
+
     def install(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Publish and update; the update is released by the trainer whatever happens."""
-        self._version += 1
-        manifest = self.trainer.publish(weights, weight_version=self._version)
+        manifest = self.publish(weights)
         try:
             return self.executor.update_weights(manifest.to_json())
         finally:
@@ -141,6 +157,9 @@ def tied_like(
 # ---- the suite ----------------------------------------------------------------------------------
 
 MakeRig = Callable[[], Rig]
+
+_PHASES = {"attach", "verify", "prepare", "install", "prove", "resume"}
+"""What each acknowledgement and each report has the time of."""
 
 
 class InstallerSuite:
@@ -227,20 +246,38 @@ class InstallerSuite:
             rig.install(weights)
             assert rig.holds(weights)
             assert rig.version == version
-            ack = rig.executor.last_ack
-            assert ack is not None
-            assert ack.weight_version == version
-            assert (ack.proof.method != "unproven") == self.shows_engine
-            assert {"install", "prove", "verify", "total"} <= set(ack.timings_ms)
+            rig.executor.check_servable()
+
+    def test_an_acknowledgement_says_what_was_installed_proven_and_how_long_it_took(
+        self, rig: Rig
+    ) -> None:
+        """With the root of what the engine holds, all its bytes, and each phase."""
+        rig.install(rig.weights(1))
+        ack, manifest = rig.executor.last_ack, rig.trainer.latest_manifest
+        assert ack is not None
+        assert manifest is not None
+        assert (ack.update_id, ack.weight_version) == (manifest.update_id, 1)
+        assert (ack.root, ack.total_nbytes) == (manifest.root, manifest.total_nbytes)
+        assert set(ack.timings_ms) >= {*_PHASES, "total"}
+        assert 0 < sum(ack.timings_ms.values()) - ack.timings_ms["total"] <= ack.timings_ms["total"]
+        assert ack.peak_rss_nbytes > 1 << 20
+        if not self.shows_engine:
+            assert ack.proof == InstallProof(method="unproven")
+            return
+        assert ack.proof.method in {"digest", "digest+canary", "identity"}
+        assert (ack.proof.root, ack.proof.tensors) == (manifest.root, manifest.tensor_count)
+        assert ack.proof.digested_nbytes + ack.proof.identical_nbytes >= manifest.total_nbytes
 
     def test_the_proof_reaches_the_publisher(self, rig: Rig) -> None:
-        """With the root of what the engine holds."""
+        """With the root of what the engine holds, and the consumer's phases."""
         rig.install(rig.weights(1))
         told = only_report(report for report in rig.trainer.consumers() if report.update_id)
-        assert told.state == "acknowledged"
+        assert (told.state, told.presence, told.weight_version) == ("acknowledged", "alive", 1)
+        assert set(told.timings_ms) >= _PHASES
         ack = rig.executor.last_ack
         assert ack is not None
         assert (told.proof or {})["root"] == (ack.root if self.shows_engine else "")
+        assert (told.proof or {})["method"] == ack.proof.method
 
     def test_tied_tensors_of_the_engine_stay_tied(self, rig: Rig) -> None:
         """One memory under both names, after installs and after an undo."""
@@ -294,7 +331,13 @@ class InstallerSuite:
                 rig.install(rig.weights(seed))
             self._assert_back(rig, before)
             assert rig.version == 1
+            rig.executor.check_servable()
             assert any("version 1" in note for note in caught.value.__notes__)
+            refused = rig.trainer.latest_manifest
+            assert refused is not None
+            told = only_report(rig.trainer.holders(refused))
+            assert told.state == "rejected"
+            assert (told.reason or "").split(": ")[-1] in str(caught.value)
         weights = rig.weights(4)
         rig.install(weights)
         assert rig.holds(weights)
@@ -334,6 +377,8 @@ class InstallerSuite:
             rig.install(rig.weights(2))
         assert rig.executor.is_torn
         assert rig.version is None
+        with pytest.raises(TornEngine):
+            rig.executor.check_servable()
         rig.executor.release_weights()
         rig.sabotage.fails_undo = False
         rig.sabotage.plan(Stage.HALF_WAY)
@@ -345,6 +390,21 @@ class InstallerSuite:
         weights = rig.weights(4)
         rig.install(weights)
         assert rig.holds(weights)
+
+    def test_a_later_version_in_full_mends_a_torn_engine(self, rig: Rig) -> None:
+        """Without `recover`."""
+        if not isinstance(rig.adapter, TransactionalAdapter):
+            pytest.skip("the undo of an adapter without undo() is not its own")
+        rig.install(rig.weights(1))
+        rig.sabotage.plan(Stage.HALF_WAY)
+        rig.sabotage.fails_undo = True
+        with pytest.raises(TornEngine):
+            rig.install(rig.weights(2))
+        rig.sabotage.fails_undo = False
+        weights = rig.weights(4)
+        rig.install(weights)
+        assert rig.holds(weights)
+        rig.executor.check_servable()
 
     def test_what_the_user_wrote_into_the_old_version_does_not_come_back(self, rig: Rig) -> None:
         """The mapping that an update returned is the user's to write to; the undo is not his."""
@@ -381,6 +441,66 @@ class InstallerSuite:
         weights = rig.weights(3)
         rig.install(weights)
         assert rig.holds(weights)
+
+    def test_updates_that_succeed_and_fail_leave_nothing_behind(self, rig: Rig) -> None:
+        """Wherever they fail."""
+        seeds = itertools.count(1)
+
+        def cycle() -> None:
+            seed = next(seeds)
+            rig.install(rig.weights(seed % 7))
+            rig.sabotage.plan(list(Stage)[seed % 4])
+            with pytest.raises(EngineFault):
+                rig.install(rig.weights(8))
+
+        assert_nothing_leaks(cycle, num_cycles=20)
+
+    # ---- whenever -------------------------------------------------------------------------------
+
+    def test_a_ctrl_c_at_any_moment_leaves_one_version_or_the_other(self, rig: Rig) -> None:
+        """A real one: the call that runs ends first."""
+        weights = [rig.weights(1), rig.weights(2)]
+        rig.install(weights[0])
+        rig.install(weights[1])
+        took = rig.executor.last_ack.timings_ms["total"] / 1e3 if rig.executor.last_ack else 1.0
+        held = weights[1]
+        for moment in range(1, 25):
+            manifest = rig.publish(weights[moment % 2])
+            with suppress(KeyboardInterrupt), _ctrl_c_after(took * moment / 20):
+                rig.executor.update_weights(manifest)
+            rig.executor.recover()  # ends what a second Ctrl-C would leave torn; else does nothing
+            rig.trainer.release(manifest)
+            held = weights[moment % 2] if rig.version == manifest.weight_version else held
+            assert rig.holds(held)
+            rig.executor.check_servable()
+
+    def test_threads_that_update_one_engine_take_turns(self, rig: Rig) -> None:
+        """The later version stays; a thread that comes too late is refused."""
+        sent = {version: rig.weights(version) for version in (1, 2)}
+        manifests = [rig.publish(weights) for weights in sent.values()]
+
+        def update(manifest: WeightUpdateManifest) -> None:
+            with suppress(StaleUpdate):
+                rig.executor.update_weights(manifest)
+
+        threads = [threading.Thread(target=update, args=(manifest,)) for manifest in manifests]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert rig.version == 2
+        assert rig.holds(sent[2])
+
+    def test_a_late_manifest_leaves_the_engine_as_it_is(self, rig: Rig) -> None:
+        """Nor is the version that it holds installed again."""
+        early, late = (rig.publish(rig.weights(version)) for version in (1, 2))
+        rig.executor.update_weights(late)
+        before = engine_state(rig.engine)
+        for manifest in (early, late):
+            with pytest.raises(StaleUpdate):
+                rig.executor.update_weights(manifest)
+            assert engine_state(rig.engine) == before
+            assert rig.version == 2
 
     # ---- proving --------------------------------------------------------------------------------
 
@@ -453,6 +573,18 @@ class InstallerSuite:
             assert {name: state[-1] for name, state in after.items()} == {
                 name: state[-1] for name, state in before.items()
             }
+
+
+@contextmanager
+def _ctrl_c_after(seconds: float) -> Iterator[None]:
+    """A real SIGINT at that moment, if the body still runs then."""
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _poke_at(engine: Engine, name: str, place: int) -> Callable[[], None]:

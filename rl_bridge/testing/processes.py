@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -82,6 +83,19 @@ def until(condition: Callable[[], object], *, what: str, deadline_s: float = DEA
             msg = f"not within {deadline_s} s: {what}"
             raise DeadlineExceeded(msg)
         time.sleep(0.002)
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP, as if it hung, and wait until no thread of it runs any more: it is only sent."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    until(
+        lambda: all(
+            (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+            for thread in threads.iterdir()
+        ),
+        what=f"process {pid} is stopped",
+    )
 
 
 class Line:
@@ -220,7 +234,7 @@ class Child:
         )
         self.process.start()
         there.close()
-        self._is_ready = False
+        self._is_ready = self._is_over = False
         # Calls have numbers: an answer that came too late must not pass for that to the next call.
         self._calls = 0
         self._told: deque[int] = deque()
@@ -332,10 +346,12 @@ class Child:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Kill what still runs and give the pipe back."""
-        self.kill()
-        self._line.close()
-        self.process.close()
+        """Kill what still runs and give the pipe back; done twice, it is as before."""
+        if not self._is_over:
+            self._is_over = True
+            self.kill()
+            self._line.close()
+            self.process.close()
 
 
 @contextmanager

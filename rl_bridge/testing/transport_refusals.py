@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -29,7 +30,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.testing.leaks import Holdings
 from rl_bridge.testing.peer import BridgeOver, sample_weights
-from rl_bridge.testing.processes import watchdog
+from rl_bridge.testing.processes import DEADLINE_S, watchdog
 from rl_bridge.testing.strategies import contents_of, random_tensor
 from rl_bridge.testing.transport_case import MakeBridge, TransportCase, faults_of, only_report
 
@@ -120,9 +121,14 @@ class TheWrongIsRefused(TransportCase):
             consumer.import_update(bad)
         with pytest.raises(WeightUpdateRejectedError, match="rejected"):
             consumer.import_update(bad)
+        faults_of(publisher).corrupt(bad, 0)  # whole again, and still refused
+        with pytest.raises(WeightUpdateRejectedError, match="rejected"):
+            consumer.import_update(bad)
         with pytest.raises(IllegalTransition):
             consumer.acknowledge(bad.update_id)
-        assert only_report(publisher.holders(bad.update_id)).state == "rejected"
+        told = only_report(publisher.holders(bad.update_id))
+        assert told.state == "rejected"
+        assert "checksum mismatch" in str(told.reason)
         source = {"w": torch.ones(1000)}
         good = publisher.publish(source, weight_version=2)
         assert contents_of(consumer.import_update(good)) == contents_of(source)
@@ -130,13 +136,14 @@ class TheWrongIsRefused(TransportCase):
         assert consumer.active_weight_version == 2
 
     def test_a_digest_that_was_changed_with_its_root_is_a_checksum_mismatch(
-        self, publisher: BridgeOver, consumer: BridgeOver
+        self, publisher: BridgeOver, make_bridge: MakeBridge
     ) -> None:
         """A manifest that is consistent in itself still has to agree with the bytes."""
         manifest = publisher.publish(sample_weights(1), weight_version=1)
-        digests = bytes(byte ^ 1 for byte in manifest.digests)
-        with pytest.raises(ChecksumMismatch):
-            consumer.import_update(manifest.model_copy(update={"digests": digests}))
+        first, second = manifest.digests[:DIGEST_NBYTES], manifest.digests[DIGEST_NBYTES:]
+        for digests in (bytes(byte ^ 1 for byte in manifest.digests), second + first):
+            with pytest.raises(ChecksumMismatch):
+                make_bridge().import_update(manifest.model_copy(update={"digests": digests}))
 
     def test_a_changed_header_is_refused_and_the_update_still_arrives(
         self, publisher: BridgeOver, make_bridge: MakeBridge, transport_kwargs: dict[str, Any]
@@ -276,15 +283,17 @@ class TheWrongIsRefused(TransportCase):
         assert consumer.active_weight_version == 2
         assert consumer.active_update_id == second.update_id
 
-    def test_an_overwritten_update_is_stale(
-        self, publisher: BridgeOver, consumer: BridgeOver
+    def test_a_released_update_is_stale(
+        self, publisher: BridgeOver, make_bridge: MakeBridge
     ) -> None:
-        """Its import is refused by type, and it is never mistaken for its successor."""
+        """At once, and it is never mistaken for one of those that are written over it."""
         manifest = publisher.publish(sample_weights(1), weight_version=1)
         publisher.release(manifest.update_id)
-        publisher.publish(sample_weights(2), weight_version=2)
-        with pytest.raises((StaleUpdate, SegmentError)):
-            consumer.import_update(manifest)
+        for version in range(2, 8):
+            with pytest.raises((StaleUpdate, SegmentError)):
+                make_bridge().import_update(manifest)
+            newer = publisher.publish(sample_weights(version), weight_version=version)
+            publisher.release(newer.update_id)
 
     def test_versions_only_grow(self, publisher: BridgeOver) -> None:
         """Neither the same number nor a smaller one is published twice."""
@@ -293,6 +302,28 @@ class TheWrongIsRefused(TransportCase):
             with pytest.raises(VersionNotMonotonic, match="must increase monotonically"):
                 publisher.publish({"w": torch.ones(1)}, weight_version=version)
         publisher.publish({"w": torch.ones(1)}, weight_version=6)
+
+    def test_threads_that_publish_at_once_hand_out_each_number_once(
+        self, publisher: BridgeOver
+    ) -> None:
+        """A number is one thread's, or nobody's; the last one is everybody's latest."""
+        handed_out: list[int] = []
+
+        def publish() -> None:
+            for version in range(1, 25):
+                with suppress(VersionNotMonotonic):
+                    manifest = publisher.publish({"w": torch.ones(9)}, weight_version=version)
+                    handed_out.append(manifest.weight_version)
+                    publisher.release(manifest.update_id)
+
+        threads = [threading.Thread(target=publish) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert len(handed_out) == len(set(handed_out)) > 0
+        assert publisher.latest_manifest is not None
+        assert publisher.latest_manifest.weight_version == max(handed_out) == 24
 
     def test_nothing_is_acknowledged_that_was_not_imported(
         self, publisher: BridgeOver, consumer: BridgeOver

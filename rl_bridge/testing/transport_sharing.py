@@ -58,6 +58,7 @@ class NobodyDisturbsAnybody(TransportCase):
                 tensor.view(-1).view(torch.uint8).bitwise_not_()
         assert contents_of(theirs) == expected
         assert contents_of(late.import_update(manifest)) == expected
+        assert contents_of(writer.import_update(manifest)) == expected
         assert contents_of(source) == expected
 
     def test_what_a_consumer_wrote_is_gone_with_the_next_version(
@@ -128,16 +129,19 @@ class NobodyDisturbsAnybody(TransportCase):
     def test_one_tensor_that_is_held_keeps_its_bytes(
         self, publisher: BridgeOver, consumer: BridgeOver
     ) -> None:
-        """A view of a slice of one tensor is enough."""
-        source = sample_weights(1)
-        manifest = publisher.publish(source, weight_version=1)
-        held = consumer.import_update(manifest)["layer.0.weight"][3:5].t()
-        consumer.release(manifest.update_id)
-        publisher.release(manifest.update_id)
-        for version in range(2, 7):
-            newer = publisher.publish(sample_weights(version), weight_version=version)
-            publisher.release(newer.update_id)
-        assert bytes_of(held) == bytes_of(source["layer.0.weight"][3:5].t())
+        """A view of a slice of one tensor is enough; it pins its own version and no other."""
+        taken, kept = [], []
+        for version in range(1, 20):
+            manifest = publisher.publish(sample_weights(version), weight_version=version)
+            tensors = consumer.import_update(manifest)
+            if version == 5:
+                kept.append(tensors["layer.0.weight"][3:5].t())
+            del tensors
+            consumer.release(manifest.update_id)
+            publisher.release(manifest.update_id)
+            taken.append(publisher.published_nbytes)
+        assert len(set(taken[8:])) == 1
+        assert bytes_of(kept[0]) == bytes_of(sample_weights(5)["layer.0.weight"][3:5].t())
 
     def test_tensors_held_after_both_ends_closed_keep_their_bytes(
         self, publisher: BridgeOver, consumer: BridgeOver
@@ -224,6 +228,7 @@ class NobodyDisturbsAnybody(TransportCase):
         with pytest.raises(BridgeClosed):
             consumer.acknowledge(manifest.update_id)
         assert consumer.update_status(manifest.update_id) == "released"
+        assert publisher.published_nbytes == 0
 
     def test_closing_the_publisher_ends_its_updates_with_a_typed_error(
         self, publisher: BridgeOver, consumer: BridgeOver, make_bridge: MakeBridge
@@ -240,6 +245,18 @@ class NobodyDisturbsAnybody(TransportCase):
         consumer.release(manifest.update_id)
 
     # ---- the way back ---------------------------------------------------------------------------
+
+    def test_publishing_and_importing_are_timed_phase_by_phase(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """On each side by itself; a phase is a part of the whole."""
+        manifest = publisher.publish(sample_weights(1), weight_version=1)
+        consumer.import_update(manifest)
+        published, imported = publisher.timings(manifest), consumer.timings(manifest)
+        assert set(published) >= {"gather", "stage_digest", "seal", "publish"}
+        assert set(imported) >= {"attach", "verify"}
+        assert 0 < sum(published.values()) - published["publish"] <= published["publish"]
+        assert min(*published.values(), *imported.values()) >= 0
 
     def test_the_publisher_learns_what_became_of_an_update(
         self, publisher: BridgeOver, make_bridge: MakeBridge

@@ -8,155 +8,38 @@ an install. It ends at a torn engine (install and undo both failed): that one is
 to serve. It ends at `strict=False`, with which the caller vouches for what updates leave out.
 """
 
-import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
-from rl_bridge import (
-    ModuleInstallAdapter,
-    RolloutExecutor,
-    WeightUpdateManifest,
-    make_weight_bridge,
-)
-from rl_bridge.errors import (
-    IncompatibleUpdate,
-    StaleUpdate,
-    TornEngine,
-    WeightBridgeUnavailableError,
-)
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.testing import (
     Child,
     ChildDied,
     KillAt,
     Peer,
-    Stage,
     bytes_of,
     hashes,
     sample_engine,
     sample_weights,
 )
-from tests.guarantees.kit import ADAPTERS, Replica, engine_tensors
+from tests.guarantees.kit import ADAPTERS, OverEachAdapter, engine_tensors, scenarios
 
 
-def test_version_after_version_the_engine_holds_what_was_published(replica: Replica) -> None:
-    for number in range(1, 7):
-        acknowledgement = replica.update(number)
-        assert replica.holds(number)
-        assert replica.version == acknowledgement.weight_version
-        replica.executor.check_servable()
-
-
-@pytest.mark.parametrize("stage", Stage)
-def test_an_update_that_fails_leaves_the_engine_at_the_version_it_had(
-    replica: Replica, stage: Stage
-) -> None:
-    replica.require(stage)
-    before = replica.update(1).weight_version
-    for number in (2, 4):
-        replica.fail_next(stage)
-        with pytest.raises(replica.fault):
-            replica.update(number)
-        assert replica.holds(1)
-        assert replica.version == before
-        replica.executor.check_servable()
-    replica.mend()
-    assert replica.update(2).weight_version == replica.version
-    assert replica.holds(2)
-
-
-def test_an_update_that_does_not_fit_touches_nothing(replica: Replica) -> None:
-    if not replica.can_refuse:
-        pytest.skip("an adapter without prepare() cannot refuse before it begins")
-    before = replica.update(1).weight_version
-    weights = replica.weights(2)
-    name, matrix = next((n, it) for n, it in weights.items() if it.dim() == 2 and it.numel())
-    for changed in ({name: matrix[1:]}, {name: matrix.int()}, {"no.such": torch.ones(3)}):
-        manifest = replica.publish(2, **changed)
-        with pytest.raises(IncompatibleUpdate):
-            replica.executor.update_weights(manifest)
-        assert replica.holds(1)
-        assert replica.version == before
-
-
-def test_an_engine_whose_undo_fails_too_is_torn_and_does_not_serve(replica: Replica) -> None:
-    replica.require_torn()
-    before = replica.update(1).weight_version
-    replica.fail_next(Stage.HALF_WAY, undo_too=True)
-    with pytest.raises(TornEngine):
-        replica.update(2)
-    assert replica.executor.is_torn
-    assert replica.executor.active_weight_version is None
-    with pytest.raises(TornEngine):
-        replica.executor.check_servable()
-    replica.mend()
-    replica.executor.recover()
-    assert replica.version == before
-    assert replica.holds(1)
-
-
-def test_a_later_version_in_full_mends_a_torn_engine(replica: Replica) -> None:
-    replica.require_torn()
-    replica.update(1)
-    replica.fail_next(Stage.HALF_WAY, undo_too=True)
-    with pytest.raises(TornEngine):
-        replica.update(2)
-    replica.mend()
-    replica.update(4)
-    assert replica.holds(4)
-    replica.executor.check_servable()
-
-
-# ---- whenever: interrupts, threads, deaths ------------------------------------------------------
-
-
-@contextmanager
-def ctrl_c_after(seconds: float) -> Iterator[None]:
-    """A real SIGINT at that moment, if the body still runs then."""
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def test_a_ctrl_c_at_any_moment_leaves_one_version_or_the_other(replica: Replica) -> None:
-    held = 1
-    took = replica.update(held).timings_ms["total"] / 1e3
-    for moment in range(1, 25):
-        number = 3 - held
-        manifest = replica.publish(number)
-        with suppress(KeyboardInterrupt), ctrl_c_after(took * moment / 20):
-            replica.executor.update_weights(manifest)
-        replica.executor.recover()  # ends what a second Ctrl-C would leave torn; else does nothing
-        held = number if replica.version == manifest.weight_version else held
-        assert replica.holds(held)
-        replica.executor.check_servable()
-
-
-def test_threads_that_update_one_engine_take_turns(replica: Replica) -> None:
-    manifests = {replica.publish(number): number for number in (1, 2)}
-    threads = [
-        threading.Thread(target=_update_quietly, args=(replica.executor, manifest))
-        for manifest in manifests
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    numbers = {manifest.weight_version: number for manifest, number in manifests.items()}
-    assert replica.holds(numbers[replica.version or 0])
-
-
-def _update_quietly(executor: RolloutExecutor, manifest: WeightUpdateManifest) -> None:
-    with suppress(StaleUpdate):  # where the later version came first
-        executor.update_weights(manifest)
+@scenarios(
+    "test_version_after_version_the_engine_holds_what_was_published",
+    "test_a_later_install_that_fails_leaves_the_version_before",
+    "test_what_does_not_fit_is_refused_before_byte_0",
+    "test_a_torn_engine_goes_back_to_before_it_was_torn",
+    "test_a_later_version_in_full_mends_a_torn_engine",
+    "test_a_ctrl_c_at_any_moment_leaves_one_version_or_the_other",
+    "test_threads_that_update_one_engine_take_turns",
+)
+class TestEachAdapter(OverEachAdapter):
+    """Whatever fails and whenever, interrupts and threads too."""
 
 
 @pytest.mark.parametrize("event", ["import", "verify", "stage", "install", "acknowledge"])
@@ -174,9 +57,6 @@ def test_an_engine_killed_at_any_step_starts_anew_with_a_whole_version(event: st
         with Child(Peer, **made) as successor:
             assert successor.call("update_weights", manifest=second) == 2
             assert successor.call("engine") == hashes(sample_weights(2))
-
-
-# ---- requests -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["copy", "alias", "flip"])

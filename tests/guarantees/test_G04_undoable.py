@@ -13,112 +13,32 @@ import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.errors import TornEngine
-from rl_bridge.testing import Stage, engine_state, sample_engine
-from tests.guarantees.kit import ModuleReplica, Replica, TwoVerbAdapter, engine_tensors
+from rl_bridge.testing import EngineFault, Rig, Stage, engine_state, sample_engine
+from tests.guarantees.kit import OverEachAdapter, TwoVerbAdapter, engine_tensors, scenarios
 
 
-@pytest.mark.parametrize("stage", Stage)
-def test_the_initial_weights_come_back_when_the_first_install_fails(
-    replica: Replica, stage: Stage
-) -> None:
-    replica.require(stage)
-    replica.fail_next(stage)
-    with pytest.raises(replica.fault):
-        replica.update(1)
-    assert replica.holds(0)
-    assert replica.version is None
-    replica.mend()
-    replica.update(1)
-    assert replica.holds(1)
+@scenarios(
+    "test_a_first_install_that_fails_leaves_the_initial_weights",
+    "test_a_later_install_that_fails_leaves_the_version_before",
+    "test_an_install_that_fails_at_any_tensor_is_undone",
+    "test_a_torn_engine_goes_back_to_before_it_was_torn",
+    "test_tied_tensors_of_the_engine_stay_tied",
+    "test_after_release_weights_a_failed_install_is_undone_all_the_same",
+    "test_what_the_user_wrote_into_the_old_version_does_not_come_back",
+)
+class TestEachAdapter(OverEachAdapter):
+    """To the same tensors of the same engine."""
 
-
-@pytest.mark.parametrize("stage", Stage)
-def test_the_version_before_comes_back_when_a_later_install_fails(
-    replica: Replica, stage: Stage
-) -> None:
-    replica.require(stage)
-    before = replica.update(1).weight_version
-    replica.fail_next(stage)
-    with pytest.raises(replica.fault) as caught:
-        replica.update(2)
-    assert replica.holds(1)
-    assert replica.version == before
-    assert f"version {before}" in "".join([*caught.value.__notes__, str(caught.value)])
-
-
-def test_the_tensors_that_come_back_are_the_same_objects_with_the_same_strides(
-    replica: Replica,
-) -> None:
-    if not isinstance(replica, ModuleReplica):
-        pytest.skip("an engine in a process of its own")
-    for number in (1, 2):
-        before = engine_state(replica.engine)
-        replica.fail_next(Stage.AFTER_INSTALL)
-        with pytest.raises(replica.fault):
-            replica.update(number + 10)
-        assert engine_state(replica.engine) == before
-        replica.update(number)
-
-
-def test_an_install_that_fails_at_any_tensor_is_undone(replica: Replica) -> None:
-    replica.update(1)
-    for count in range(0, replica.places, 3):
-        replica.fail_next(Stage.HALF_WAY, count=count)
-        with pytest.raises(replica.fault):
-            replica.update(2)
-        assert replica.holds(1), f"after {count} tensors"
-
-
-def test_failures_in_a_row_do_not_wear_the_undo_out(replica: Replica) -> None:
-    for number in (1, 2):
-        for _ in range(4):
-            replica.fail_next(Stage.HALF_WAY)
-            with pytest.raises(replica.fault):
-                replica.update(number)
-            assert replica.holds(number - 1)
-        replica.mend()
-        replica.update(number)
-
-
-def test_an_engine_whose_update_was_released_is_undone_all_the_same(replica: Replica) -> None:
-    replica.update(1)
-    replica.executor.release_weights()
-    assert replica.holds(1)
-    replica.fail_next(Stage.HALF_WAY)
-    with pytest.raises(replica.fault):
-        replica.update(2)
-    assert replica.holds(1)
-
-
-def test_the_undo_leads_back_to_what_was_before_the_engine_was_torn(replica: Replica) -> None:
-    replica.require_torn()
-    replica.update(1)
-    replica.fail_next(Stage.HALF_WAY, undo_too=True)
-    with pytest.raises(TornEngine):
-        replica.update(2)
-    replica.fail_next(Stage.HALF_WAY)
-    with pytest.raises(Exception):  # noqa: B017, PT011 - whatever it raises, recover must work
-        replica.update(4)
-    replica.mend()
-    replica.executor.recover()
-    assert replica.holds(1)
-
-
-def test_the_published_bytes_come_back_also_where_the_engine_wrote_to_its_weights(
-    replica: Replica,
-) -> None:
-    assert isinstance(replica, ModuleReplica)
-    before = replica.update(1).weight_version
-    engine_tensors(replica.engine)["norm.weight"].zero_()
-    replica.fail_next(Stage.AFTER_INSTALL)
-    with pytest.raises(replica.fault):
-        replica.update(2)
-    assert replica.version == before
-    assert replica.holds(1)
-
-
-# ---- an engine that cannot be seen --------------------------------------------------------------
+    def test_what_the_engine_wrote_into_its_weights_does_not_come_back(self, rig: Rig) -> None:
+        assert isinstance(rig.engine, torch.nn.Module)
+        weights = rig.weights(1)
+        rig.install(weights)
+        engine_tensors(rig.engine)["norm.weight"].zero_()
+        rig.sabotage.plan(Stage.AFTER_INSTALL)
+        with pytest.raises(EngineFault):
+            rig.install(rig.weights(2))
+        assert rig.version == 1
+        assert rig.holds(weights)
 
 
 class Hidden:

@@ -19,109 +19,44 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.errors import ProofFailed, WeightBridgeError
-from rl_bridge.testing import BridgeOver, Stage, engine_state, poke, sample_engine
-from tests.guarantees.kit import ModuleReplica, Replica, Tensors, TwoVerbAdapter, engine_tensors
+from rl_bridge.testing import BridgeOver, sample_engine
+from tests.guarantees.kit import (
+    OverEachAdapter,
+    OverEachTransport,
+    Tensors,
+    TwoVerbAdapter,
+    scenarios,
+)
 
 
-def test_an_acknowledgement_carries_the_root_of_what_the_engine_holds(replica: Replica) -> None:
-    acknowledgement = replica.update(1)
-    manifest = replica.trainer.latest_manifest
-    assert manifest is not None
-    assert acknowledgement.root == acknowledgement.proof.root == manifest.root
-    assert acknowledgement.proof.method in {"digest", "digest+canary", "identity"}
-    read = acknowledgement.proof.digested_nbytes + acknowledgement.proof.identical_nbytes
-    assert read >= manifest.total_nbytes
-    assert acknowledgement.proof.tensors == manifest.tensor_count
+@scenarios(
+    "test_an_acknowledgement_says_what_was_installed_proven_and_how_long_it_took",
+    "test_the_proof_reaches_the_publisher",
+    "test_the_proof_fails_when_one_byte_differs",
+    "test_the_proof_fails_when_a_tensor_is_read_another_way",
+    "test_tied_tensors_of_the_engine_stay_tied",
+)
+class TestEachAdapter(OverEachAdapter):
+    """The proof reads the engine, and fails when one byte of it is another one."""
 
 
-def test_the_proof_reaches_the_publisher(replica: Replica) -> None:
-    acknowledgement = replica.update(1)
-    (report,) = replica.reports(acknowledgement.update_id)
-    assert report.state == "acknowledged"
-    assert report.proof is not None
-    assert report.proof["root"] == acknowledgement.root
-    assert report.proof["method"] == acknowledgement.proof.method
-
-
-def test_one_byte_changed_behind_the_adapters_back_is_found_and_undone(replica: Replica) -> None:
-    before = replica.update(1)
-    replica.damage_next()
-    with pytest.raises(ProofFailed):
-        replica.update(2)
-    assert replica.executor.last_ack == before
-    assert replica.version == before.weight_version
-    assert replica.holds(1)
-    refused = replica.trainer.latest_manifest
-    assert refused is not None
-    assert [report.state for report in replica.reports(refused.update_id)] == ["rejected"]
-    replica.mend()
-    replica.update(2)
-    assert replica.holds(2)
-
-
-def test_every_tensor_is_read_to_its_last_byte(replica: Replica) -> None:
-    if not isinstance(replica, ModuleReplica):
-        pytest.skip("its own tests damage each of its parameters")
-    replica.update(1)
-    for name, tensor in engine_tensors(replica.engine).items():
-        for place in (0, -1) if tensor.numel() else ():
-            before = engine_state(replica.engine)
-
-            def change(name: str = name, place: int = place) -> None:
-                poke(engine_tensors(replica.engine)[name], place)
-
-            replica.rig.sabotage.plan(Stage.AFTER_INSTALL, action=change)
-            with pytest.raises(ProofFailed):
-                replica.update(2)
-            assert engine_state(replica.engine) == before, name
-
-
-def test_the_same_bytes_read_another_way_are_no_proof(replica: Replica) -> None:
-    if not isinstance(replica, ModuleReplica):
-        pytest.skip("an engine in a process of its own")
-    replica.update(1)
-    square = replica.engine.get_parameter("square.weight")
-
-    def transpose() -> None:
-        square.data = square.data.t()
-
-    def reinterpret() -> None:
-        square.data = square.data.view(torch.float16)
-
-    for change in (transpose, reinterpret):
-        replica.rig.sabotage.plan(Stage.AFTER_INSTALL, action=change)
-        with pytest.raises(ProofFailed):
-            replica.update(2)
-        assert replica.holds(1)
-
-
-def test_tied_weights_of_the_engine_stay_one_tensor(replica: Replica) -> None:
-    if not isinstance(replica, ModuleReplica):
-        pytest.skip("an engine in a process of its own")
-    for number in (1, 2):
-        replica.update(number)
-        tied = [replica.engine.get_parameter(name) for name in ("head.weight", "embed.weight")]
-        assert len({tensor.data_ptr() for tensor in tied}) == 1
-
-
-def test_over_every_transport_the_proof_is_of_what_was_published(
-    trainer: BridgeOver, rollout: BridgeOver
-) -> None:
-    engine = sample_engine()
-    with RolloutExecutor(
-        weight_bridge=rollout, weight_install_adapter=ModuleInstallAdapter(engine)
-    ) as executor:
-        for version in (1, 2):
-            source = sample_engine(seed=version)
-            manifest = trainer.publish(source, weight_version=version)
-            executor.update_weights(manifest.to_json())
-            assert executor.last_ack is not None
-            assert executor.last_ack.proof.root == manifest.root
-            again = make_weight_bridge("local-clone").publish(engine, weight_version=1)
-            assert again.root == manifest.root
-
-
-# ---- who shows nothing --------------------------------------------------------------------------
+@scenarios()
+class TestEachTransport(OverEachTransport):
+    def test_the_proof_is_of_what_was_published(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        engine = sample_engine()
+        with RolloutExecutor(
+            weight_bridge=consumer, weight_install_adapter=ModuleInstallAdapter(engine)
+        ) as executor:
+            for version in (1, 2):
+                source = sample_engine(seed=version)
+                manifest = publisher.publish(source, weight_version=version)
+                executor.update_weights(manifest.to_json())
+                assert executor.last_ack is not None
+                assert executor.last_ack.proof.root == manifest.root
+                again = make_weight_bridge("local-clone").publish(engine, weight_version=1)
+                assert again.root == manifest.root
 
 
 class OfItsOwn(TwoVerbAdapter):

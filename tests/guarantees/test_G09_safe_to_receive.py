@@ -8,11 +8,10 @@ there. Processes of one user are not protected from each other.
 """
 
 import ast
-import copy
 import json
 import pickle
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,30 +23,11 @@ from hypothesis import strategies as st
 
 import rl_bridge
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.errors import (
-    ForeignTransport,
-    RangeOverflow,
-    WeightBridgeError,
-    WeightManifestValidationError,
-)
-from rl_bridge.testing import BridgeOver, Holdings, contents_of, sample_weights, watchdog
+from rl_bridge.errors import RangeOverflow, WeightManifestValidationError
+from rl_bridge.testing import Holdings, contents_of, sample_weights, watchdog
+from tests.guarantees.kit import OverEachTransport, scenarios
 
 PACKAGE = Path(rl_bridge.__file__).parent
-HOSTILE: tuple[Any, ...] = (
-    -1,
-    0,
-    2**31,
-    2**63,
-    2**70,
-    1.5,
-    True,
-    None,
-    "",
-    "/etc/passwd",
-    "a\0b",
-    [],
-    {"a": {}},
-)
 
 
 @pytest.fixture(scope="module")
@@ -118,73 +98,29 @@ def test_a_manifest_that_claims_more_than_there_is_costs_nothing(text: str) -> N
     assert issubclass(RangeOverflow, WeightManifestValidationError)
 
 
-# ---- handles ------------------------------------------------------------------------------------
-
-
-def lies(handle: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every handle that differs from an honest one in one place."""
-
-    def places(part: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-        for key, item in part.items():
-            yield (*path, key)
-            if isinstance(item, dict):
-                yield from places(item, (*path, key))
-
-    for *path, last in places(handle):
-        for value in (*HOSTILE, KeyError):
-            changed = copy.deepcopy(handle)
-            part = changed
-            for key in path:
-                part = part[key]
-            if value is KeyError:
-                del part[last]
-            else:
-                part[last] = value
-            yield changed
-
-
-def test_a_handle_that_lies_in_one_place_opens_nothing_that_it_should_not(
-    trainer: BridgeOver, rollout: BridgeOver, make_bridge: Callable[..., BridgeOver]
-) -> None:
-    source = sample_weights(1)
-    manifest = trainer.publish(source, weight_version=1)
-    honest = json.loads(manifest.to_json())["header"]["handle"]
-    rollout.import_update(manifest)
-    before = Holdings.now()
-    for handle in lies(honest):
-        with make_bridge() as other, watchdog(30), suppress(WeightBridgeError):
-            tensors = other.import_update(manifest.model_copy(update={"handle": handle}))
-            assert contents_of(tensors) == contents_of(source), handle
-            del tensors
-    after = Holdings.now()
-    assert len(after.descriptors) <= len(before.descriptors)
-    assert not after.files - before.files
-    assert contents_of(rollout.import_update(manifest)) == contents_of(source)
-
-
-def test_a_manifest_of_another_transport_is_foreign(
-    trainer: BridgeOver, rollout: BridgeOver
-) -> None:
-    manifest = trainer.publish(sample_weights(1), weight_version=1)
-    with pytest.raises(ForeignTransport):
-        rollout.import_update(manifest.model_copy(update={"transport": "carrier-pigeon"}))
+@scenarios(
+    "test_hostile_handles_are_refused_by_type",
+    "test_a_layout_that_does_not_fit_the_memory_is_refused",
+    "test_a_manifest_of_another_transport_is_foreign",
+)
+class TestEachTransport(OverEachTransport):
+    """A handle that lies opens nothing that it should not."""
 
 
 # ---- peers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["broadcast"], indirect=True)
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000], ids=repr)
-def test_a_stranger_at_the_port_disturbs_nobody(
-    said: bytes, trainer: BridgeOver, rollout: BridgeOver
-) -> None:
-    manifest = trainer.publish(sample_weights(1), weight_version=1)
-    handle = json.loads(manifest.to_json())["header"]["handle"]
-    port = next(int(value) for name, value in _flat(handle) if name == "port")
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
-        with suppress(ConnectionError):
-            stranger.sendall(said)
-        assert contents_of(rollout.import_update(manifest)) == contents_of(sample_weights(1))
+def test_a_stranger_at_the_port_disturbs_nobody(said: bytes) -> None:
+    with make_weight_bridge("broadcast") as trainer, make_weight_bridge("broadcast") as rollout:
+        manifest = trainer.publish(sample_weights(1), weight_version=1)
+        handle = json.loads(manifest.to_json())["header"]["handle"]
+        port = next(int(value) for name, value in _flat(handle) if name == "port")
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+            with suppress(ConnectionError):
+                stranger.sendall(said)
+            found = contents_of(rollout.import_update(manifest))
+            assert found == contents_of(sample_weights(1))
 
 
 def _flat(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -192,6 +128,6 @@ def _flat(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from _flat(value) if isinstance(value, dict) else [(name, value)]
 
 
-def test_what_holds_memory_or_locks_cannot_be_pickled_by_mistake(trainer: BridgeOver) -> None:
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(trainer)
+def test_what_holds_memory_or_locks_cannot_be_pickled_by_mistake() -> None:
+    with make_weight_bridge() as bridge, pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(bridge)

@@ -19,14 +19,13 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.errors import (
-    ForeignTransport,
     IncompatibleUpdate,
     TransportUnavailable,
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.testing import BridgeOver
-from tests.guarantees.kit import Carrier
+from rl_bridge.testing import BridgeOver, engine_state
+from tests.guarantees.kit import OverEachTransport, scenarios
 
 WEIGHTS = {"w": torch.ones(3)}
 NEEDS_A_GPU = [] if torch.cuda.is_available() else ["cuda-vmm", "cuda-ipc"]
@@ -83,23 +82,28 @@ def test_an_option_that_a_transport_does_not_have_is_not_ignored(option: str) ->
         make_weight_bridge("local-clone", **{option: 3})  # type: ignore[arg-type]
 
 
-def test_a_manifest_is_imported_over_its_own_transport_or_not_at_all(trainer: BridgeOver) -> None:
-    manifest = trainer.publish(WEIGHTS, weight_version=1)
-    for name in ("local-clone", "shared-memory", "broadcast"):
-        if name != manifest.transport:
-            with make_weight_bridge(name) as other, pytest.raises(ForeignTransport):
-                other.import_update(manifest)
+@scenarios(
+    "test_it_works_on_this_machine",
+    "test_the_manifest_crosses_a_process_exactly_if_declared",
+    "test_an_import_without_a_copy_takes_no_memory",
+    "test_a_manifest_of_another_transport_is_foreign",
+)
+class TestEachTransport(OverEachTransport):
+    """What a transport says of itself is tried, and no other one takes its place."""
 
-
-def test_a_transport_that_crosses_no_process_says_so(transport: Carrier) -> None:
-    manifest = None
-    with transport.bridge() as trainer, transport.peer(worker="other") as other:
-        manifest = trainer.publish(WEIGHTS, weight_version=1)
-        if transport.declares.crosses_processes:
-            assert other.call("import_update", manifest=manifest.to_json())
-        else:
-            with pytest.raises(WeightBridgeError, match="process"):
-                other.call("import_update", manifest=manifest.to_json())
+    @pytest.mark.parametrize("transport", ["local-clone", "shared-memory-in-files"], indirect=True)
+    def test_flip_does_not_become_a_copy_where_there_is_nothing_to_flip(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        engine = torch.nn.Linear(3, 3)
+        before = engine_state(engine)
+        adapter = ModuleInstallAdapter(engine, mode="flip")
+        with (
+            RolloutExecutor(weight_bridge=consumer, weight_install_adapter=adapter) as executor,
+            pytest.raises(IncompatibleUpdate, match="flip"),
+        ):
+            executor.update_weights(publisher.publish(torch.nn.Linear(3, 3), weight_version=1))
+        assert engine_state(engine) == before
 
 
 # ---- weights ------------------------------------------------------------------------------------
@@ -114,10 +118,11 @@ def test_a_transport_that_crosses_no_process_says_so(transport: Carrier) -> None
     ],
     ids=["meta", "sparse", "text"],
 )
-def test_what_cannot_be_published_is_named(tensor: Any, told: str, trainer: BridgeOver) -> None:
-    with pytest.raises(WeightBridgeError, match=told):
-        trainer.publish({"w": tensor}, weight_version=1)
-    assert trainer.publish(WEIGHTS, weight_version=1)
+def test_what_cannot_be_published_is_named(tensor: Any, told: str) -> None:
+    with make_weight_bridge("shared-memory") as trainer:
+        with pytest.raises(WeightBridgeError, match=told):
+            trainer.publish({"w": tensor}, weight_version=1)
+        assert trainer.publish(WEIGHTS, weight_version=1)
 
 
 @pytest.mark.parametrize("layout", [{"kind": "fsdp", "world_size": 2}, {"node_count": 2}], ids=str)
@@ -130,21 +135,6 @@ def test_a_layout_that_this_bridge_does_not_serve_is_refused(layout: dict[str, A
 
 
 # ---- engines ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transport", ["local-clone", "shared-memory-in-files"], indirect=True)
-def test_flip_does_not_become_a_copy_where_there_is_nothing_to_flip(
-    trainer: BridgeOver, rollout: BridgeOver
-) -> None:
-    engine = torch.nn.Linear(3, 3)
-    before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-    adapter = ModuleInstallAdapter(engine, mode="flip")
-    with (
-        RolloutExecutor(weight_bridge=rollout, weight_install_adapter=adapter) as executor,
-        pytest.raises(IncompatibleUpdate, match="flip"),
-    ):
-        executor.update_weights(trainer.publish(torch.nn.Linear(3, 3), weight_version=1))
-    assert all(torch.equal(engine.state_dict()[name], it) for name, it in before.items())
 
 
 def test_a_bridge_serves_one_executor_and_tells_the_second() -> None:

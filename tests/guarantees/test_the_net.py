@@ -44,6 +44,14 @@ def test_a_file_is_short_begins_with_its_guarantee_and_uses_public_names_only(fi
 def test_the_page_of_the_guarantees_names_each_file_and_each_test(file: Path) -> None:
     assert f"*Held by* `tests/guarantees/{file.name}`" in PAGE
     tree = ast.parse(file.read_text("utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            assert f"`{node.name}`" in PAGE, "run: python docs/_generate/write.py"
+    named = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    named += [
+        str(part.value)
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        for by in node.decorator_list
+        for part in ast.walk(by)
+        if isinstance(part, ast.Constant)
+    ]
+    for name in named:
+        assert not name.startswith("test_") or f"`{name}`" in PAGE, "run docs/_generate/write.py"
