@@ -77,7 +77,7 @@ def _public_names() -> str:
 
 
 def _tests_of(file: Path) -> str:
-    tests = []
+    tests, on_engines = [], []
     for node in ast.parse(file.read_text("utf-8")).body:
         if isinstance(node, ast.ClassDef):
             chosen = [part for by in node.decorator_list for part in ast.walk(by)]
@@ -85,8 +85,18 @@ def _tests_of(file: Path) -> str:
             tests += [part.name for part in node.body if _is_test(part)]
         elif _is_test(node):
             tests.append(node.name)
-    listed = "\n".join(f"    * `{name}`" for name in tests)
-    return f'??? success "{len(tests)} tests in `{file.relative_to(ROOT)}`"\n\n{listed}'
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ENGINES":
+            assert isinstance(node.value, ast.Call)
+            on_engines = [ast.literal_eval(name) for name in node.value.args]
+    lists = [_list(f"tests in `{file.relative_to(ROOT)}`", tests)]
+    if on_engines:
+        lists.append(_list("scenarios of `EngineSuite`, run by vLLM and SGLang", on_engines))
+    return "\n\n".join(lists)
+
+
+def _list(of: str, names: list[str]) -> str:
+    listed = "\n".join(f"    * `{name}`" for name in names)
+    return f'??? success "{len(names)} {of}"\n\n{listed}'
 
 
 def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:

@@ -37,6 +37,7 @@ Weights = Mapping[str, torch.Tensor]
 
 _VERSIONS = itertools.count(1)
 _NAMED = rf"driver .*process {os.getpid()} on .* has this engine"
+_PHASES = {"attach", "verify", "prepare", "pause", "install", "prove", "cache", "resume", "total"}
 _METHODS = ("pause", "resume", "is_paused", "drop_caches", "label", "set_label")
 
 
@@ -202,10 +203,23 @@ class EngineSuite:
                 executor.update_weights(manifest)
                 executor.check_servable()
                 rig.check(number, manifest)
-                assert executor.last_ack is not None
-                assert executor.last_ack.proof.root == manifest.root
-                timings = executor.last_ack.timings_ms
-                assert {"pause", "cache", "verify", "install", "prove"} <= timings.keys()
+                done = executor.last_ack
+                assert done is not None
+                assert (done.update_id, done.total_nbytes) == (
+                    manifest.update_id,
+                    manifest.total_nbytes,
+                )
+                assert done.weight_version == executor.active_weight_version
+                assert done.root == done.proof.root == manifest.root
+                assert done.proof.tensors == manifest.tensor_count
+                timings = dict(done.timings_ms)
+                assert timings.keys() >= _PHASES
+                assert 0 < sum(timings.values()) - timings["total"] <= timings["total"]
+                mine = rig.told_by_driver(manifest)
+                assert (mine.state, mine.presence) == ("acknowledged", "alive")
+                assert mine.timings_ms.keys() >= _PHASES - {"total"}
+                assert mine.proof is not None
+                assert (mine.proof["root"], mine.proof["method"]) == (done.root, done.proof.method)
                 told = {report.rank: report for report in rig.told(manifest)}
                 if driver.imports_itself:
                     assert set(told) == set(range(self.ranks))
@@ -214,12 +228,14 @@ class EngineSuite:
                     assert report.tensors_held == 0
 
     def test_an_update_that_does_not_fit_touches_nothing(self, rig: "Rig") -> None:
-        """A tensor is missing, too long, one too many, or holds no number."""
+        """A tensor is missing, of another size or kind, one too many, or holds no number."""
         good = dict(self.weights(1))
         name, tensor = max(good.items(), key=lambda item: item[1].numel())
         bad: list[dict[str, torch.Tensor]] = [
             {key: value for key, value in good.items() if key != name},
             {**good, name: torch.cat([tensor, tensor])},
+            {**good, name: tensor[1:]},
+            {**good, name: tensor.int()},
             {**good, "no.such.weight": torch.zeros(3)},
             {**good, name: torch.full_like(tensor, torch.nan)},
         ]
@@ -230,6 +246,7 @@ class EngineSuite:
                     executor.update_weights(rig.publish(sent))
                 if driver.imports_itself:
                     assert "ranks hold version" in "".join(caught.value.__notes__)
+                assert executor.active_weight_version is None
                 rig.check_back(before)
             executor.update_weights(rig.publish(1))
             rig.check(1)
@@ -253,15 +270,25 @@ class EngineSuite:
     def test_a_rank_that_fails_takes_the_others_back_and_the_next_update_works(
         self, rig: "Rig", step: str
     ) -> None:
-        """Each rank, while the others succeed; to the byte, and the error names the rank."""
+        """Each rank, at first and later; to the byte, and the error names rank and version."""
         with rig.driven() as (executor, _, _):
-            for rank in range(self.ranks):
-                before = rig.contents()
+            for rank in (self.ranks - 1, *range(self.ranks)):
+                before, version = rig.contents(), executor.active_weight_version
+                stood, refused = executor.last_ack, rig.publish(1)
                 rig.plant(step, "raises", rank)
-                with pytest.raises(WeightUpdateRejectedError, match=rig.says(rank)):
-                    executor.update_weights(rig.publish(1))
+                with pytest.raises(WeightUpdateRejectedError, match=rig.says(rank)) as caught:
+                    executor.update_weights(refused)
                 rig.uproot()
                 rig.check_back(before)
+                assert (executor.active_weight_version, executor.last_ack) == (version, stood)
+                mine = rig.told_by_driver(refused)
+                assert mine.state == "rejected"
+                told = " ".join([str(caught.value), *caught.value.__notes__])
+                assert (mine.reason or "-").split(": ")[-1] in told
+                if version is not None:
+                    assert f"version {version}" in told
+                    executor.check_servable()
+                executor.update_weights(rig.publish(0))
             executor.update_weights(rig.publish(1))
             rig.check(1)
 
@@ -360,15 +387,18 @@ class EngineSuite:
             for rank in range(self.ranks):
                 before = rig.contents()
                 rig.plant("prove", "damages", rank)
+                refused = rig.publish(1)
                 with pytest.raises(ProofFailed, match="" if self.ranks == 1 else f"rank {rank}: "):
-                    executor.update_weights(rig.publish(1))
+                    executor.update_weights(refused)
                 rig.uproot()
                 rig.check_back(before)
+                assert executor.last_ack is None
+                assert rig.told_by_driver(refused).state == "rejected"
 
     def test_an_undo_that_fails_on_one_rank_tears_the_engine_until_it_is_recovered(
         self, rig: "Rig"
     ) -> None:
-        """The torn rank's error comes first, and requests wait."""
+        """The torn rank's error comes first, and requests wait. A later version mends it, too."""
         last = self.ranks - 1
         with rig.driven() as (executor, calls, _):
             executor.update_weights(rig.publish(0))
@@ -377,6 +407,8 @@ class EngineSuite:
             rig.plant("undo", "raises", last)
             with pytest.raises(TornEngine, match=rig.says(last)):
                 executor.update_weights(rig.publish(1))
+            assert executor.is_torn
+            assert executor.active_weight_version is None
             with pytest.raises(TornEngine):
                 executor.check_servable()
             with pytest.raises(TornEngine):
@@ -386,7 +418,13 @@ class EngineSuite:
             executor.recover()
             executor.check_servable()
             rig.check_back(before)
+            calls.plant("serves")
+            rig.plant("undo", "raises", last)
+            with pytest.raises(TornEngine):
+                executor.update_weights(rig.publish(1))
+            rig.uproot()
             executor.update_weights(rig.publish(1))
+            executor.check_servable()
             rig.check(1)
 
     def test_a_driver_that_hears_only_some_of_the_ranks_is_refused(self, rig: "Rig") -> None:
@@ -755,9 +793,15 @@ class EngineSuite:
             driver.close()
             assert rig.label() == (before if before is None or meanwhile is None else meanwhile)
 
-    def test_a_label_that_is_no_text_is_an_update_that_is_undone(self, rig: "Rig") -> None:
-        """An engine would take it, and answer no request any more."""
+    def test_a_label_that_cannot_be_set_is_an_update_that_is_undone(self, rig: "Rig") -> None:
+        """An engine would take one that is no text, and answer no request any more."""
         before = rig.contents()
+        if rig.label() is not None:
+            with rig.driven() as (executor, calls, _):
+                calls.plant("set_label")
+                with pytest.raises(DeadlineExceeded):
+                    executor.update_weights(rig.publish(1))
+                rig.check_back(before)
         with rig.driven(label=lambda manifest: manifest.weight_version) as (executor, _, _):
             with pytest.raises(TypeError, match="expected a str"):
                 executor.update_weights(rig.publish(1))
@@ -804,6 +848,11 @@ class Rig:
     def told(self, manifest: WeightUpdateManifest) -> list[ConsumerReport]:
         """What the ranks told the trainer."""
         return [one for one in self.trainer.holders(manifest) if one.worker != "driver"]
+
+    def told_by_driver(self, manifest: WeightUpdateManifest) -> ConsumerReport:
+        """What the executor's process told the trainer."""
+        (report,) = (one for one in self.trainer.holders(manifest) if one.worker == "driver")
+        return report
 
     def driver(self, *, asks: bool = True, **options: Any) -> tuple[EngineDriver, _Calls]:
         """A driver, and its calls."""

@@ -1,8 +1,8 @@
-"""What the guarantees are tried on: every transport, and every way to install.
+"""What the guarantees are tried on: every transport, every way to install, and real engines.
 
-Most promises are held by `TransportSuite` and `InstallerSuite`, which whoever writes a transport or
-an installer runs as well: a guarantee's file names their scenarios, and has what they do not. (vLLM
-and SGLang run `EngineSuite`, in `tests/engines` and `tests/sglang`.)
+Most promises are held by `TransportSuite`, `InstallerSuite` and `EngineSuite`, which whoever writes
+a transport, an installer or an engine runs as well: a guarantee's file names their scenarios, and
+has what they do not.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, WeightUpdateManifest
-from rl_bridge.testing import HostIPC, HostVMM, InstallerSuite, TransportSuite
+from rl_bridge.testing import EngineSuite, HostIPC, HostVMM, InstallerSuite, TransportSuite
 from rl_bridge.transports import TRANSPORTS as REGISTERED
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Tensors",
     "TwoVerbAdapter",
     "engine_tensors",
+    "on_engines",
     "scenarios",
 ]
 
@@ -43,6 +44,16 @@ def scenarios(*names: str) -> Callable[[Suite], Suite]:
         return kind
 
     return chosen
+
+
+def on_engines(*names: str) -> tuple[str, ...]:
+    """Name what holds a guarantee where an engine has ranks: scenarios of `EngineSuite`.
+
+    They run where the engine is installed: vLLM in `tests/engines/test_ranks.py`, SGLang in
+    `tests/sglang/test_ranks.py`, and a small engine in `tests/engine_protocol`.
+    """
+    assert set(names) <= set(vars(EngineSuite)), set(names) - set(vars(EngineSuite))
+    return names
 
 
 # ---- transports ---------------------------------------------------------------------------------

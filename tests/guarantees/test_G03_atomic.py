@@ -26,7 +26,7 @@ from rl_bridge.testing import (
     sample_engine,
     sample_weights,
 )
-from tests.guarantees.kit import ADAPTERS, OverEachAdapter, engine_tensors, scenarios
+from tests.guarantees.kit import ADAPTERS, OverEachAdapter, engine_tensors, on_engines, scenarios
 
 
 @scenarios(
@@ -40,6 +40,30 @@ from tests.guarantees.kit import ADAPTERS, OverEachAdapter, engine_tensors, scen
 )
 class TestEachAdapter(OverEachAdapter):
     """Whatever fails and whenever, interrupts and threads too."""
+
+
+ENGINES = on_engines(
+    "test_version_after_version_the_engine_answers_as_a_fresh_one",
+    "test_an_update_that_does_not_fit_touches_nothing",
+    "test_a_rank_that_fails_takes_the_others_back_and_the_next_update_works",
+    "test_ranks_go_back_within_the_call_that_failed",
+    "test_an_undo_that_fails_on_one_rank_tears_the_engine_until_it_is_recovered",
+    "test_a_rank_that_is_killed_is_a_typed_error_and_a_fresh_engine_takes_the_version",
+    "test_a_driver_that_was_killed_anywhere_is_taken_over",
+    "test_a_driver_that_was_killed_as_it_undid_or_took_over_is_taken_over",
+    "test_a_call_that_fails_anywhere_leaves_an_engine_that_recovers",
+    "test_what_only_some_ranks_hold_is_taken_back_on_all",
+    "test_a_commit_that_fails_on_one_rank_is_made_again_and_never_undone",
+    "test_a_second_driver_is_refused_by_the_name_of_the_first_and_touches_nothing",
+    "test_each_step_of_a_driver_that_was_taken_over_is_refused_by_name_and_changes_nothing",
+    "test_a_driver_that_was_taken_over_ends_no_pause_of_its_successors",
+    "test_a_session_that_only_some_ranks_heard_of_is_taken_over",
+    "test_a_call_that_comes_without_a_session_is_refused",
+    "test_taking_over_is_for_the_first_update_alone",
+    "test_a_driver_that_leaves_leaves_the_engine_to_the_next_one",
+    "test_recovering_an_engine_that_is_ones_own_changes_nothing",
+    "test_a_pause_of_the_users_own_outlasts_an_update_whatever_becomes_of_it",
+)
 
 
 @pytest.mark.parametrize("event", ["import", "verify", "stage", "install", "acknowledge"])

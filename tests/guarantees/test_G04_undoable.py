@@ -14,7 +14,13 @@ import torch
 
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.testing import EngineFault, Rig, Stage, engine_state, sample_engine
-from tests.guarantees.kit import OverEachAdapter, TwoVerbAdapter, engine_tensors, scenarios
+from tests.guarantees.kit import (
+    OverEachAdapter,
+    TwoVerbAdapter,
+    engine_tensors,
+    on_engines,
+    scenarios,
+)
 
 
 @scenarios(
@@ -39,6 +45,19 @@ class TestEachAdapter(OverEachAdapter):
             rig.install(rig.weights(2))
         assert rig.version == 1
         assert rig.holds(weights)
+
+
+ENGINES = on_engines(
+    "test_a_rank_that_fails_takes_the_others_back_and_the_next_update_works",
+    "test_an_engine_whose_update_was_released_is_undone_all_the_same",
+    "test_one_byte_changed_behind_an_install_is_found_and_undone",
+    "test_an_undo_that_fails_on_one_rank_tears_the_engine_until_it_is_recovered",
+    "test_caches_that_cannot_be_dropped_have_the_update_undone",
+    "test_what_cannot_be_undone_with_its_caches_is_kept_and_not_served",
+    "test_a_label_is_taken_back_with_its_version",
+    "test_a_label_that_cannot_be_set_is_an_update_that_is_undone",
+    "test_a_driver_without_a_label_leaves_it_alone",
+)
 
 
 class Hidden:

@@ -25,6 +25,7 @@ from tests.guarantees.kit import (
     OverEachTransport,
     Tensors,
     TwoVerbAdapter,
+    on_engines,
     scenarios,
 )
 
@@ -38,6 +39,12 @@ from tests.guarantees.kit import (
 )
 class TestEachAdapter(OverEachAdapter):
     """The proof reads the engine, and fails when one byte of it is another one."""
+
+
+ENGINES = on_engines(
+    "test_version_after_version_the_engine_answers_as_a_fresh_one",
+    "test_one_byte_changed_behind_an_install_is_found_and_undone",
+)
 
 
 @scenarios()

@@ -21,7 +21,7 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.testing import contents_of, sample_weights
-from tests.guarantees.kit import OverEachAdapter, OverEachTransport, scenarios
+from tests.guarantees.kit import OverEachAdapter, OverEachTransport, on_engines, scenarios
 
 
 @scenarios(
@@ -44,6 +44,12 @@ class TestEachTransport(OverEachTransport):
 )
 class TestEachAdapter(OverEachAdapter):
     """Nor does an engine go back."""
+
+
+ENGINES = on_engines(
+    "test_a_late_manifest_leaves_the_engine_as_it_is",
+    "test_what_a_rank_refused_is_told_to_the_trainer_and_never_let_in_again",
+)
 
 
 @pytest.fixture

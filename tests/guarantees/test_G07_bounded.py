@@ -29,7 +29,7 @@ from rl_bridge.testing import (
     stop_process,
     watchdog,
 )
-from tests.guarantees.kit import OverEachTransport, scenarios
+from tests.guarantees.kit import OverEachTransport, on_engines, scenarios
 
 SHARING = ["shared-memory", "shared-memory-in-files", "cuda-vmm-on-host", "cuda-ipc-on-host"]
 
@@ -99,6 +99,16 @@ class TestEachTransport(OverEachTransport):
             os.kill(trainer.pid, signal.SIGCONT)
         found = make_bridge().import_update(manifest)  # nothing was rejected: it may come again
         assert contents_of(found) == contents_of(sample_weights(1))
+
+
+ENGINES = on_engines(
+    "test_a_rank_that_is_killed_is_a_typed_error_and_a_fresh_engine_takes_the_version",
+    "test_an_update_whose_engine_does_not_answer_before_it_is_installed_may_come_again",
+    "test_a_driver_that_hears_only_some_of_the_ranks_is_refused",
+    "test_an_answer_to_another_call_is_not_taken",
+    "test_what_a_rank_is_short_of_costs_no_update",
+    "test_an_update_over_the_memory_budget_is_refused_before_it_is_staged",
+)
 
 
 @pytest.mark.parametrize("transport", ["cuda-vmm", "broadcast", "nixl"])

@@ -21,7 +21,7 @@ from rl_bridge.testing import (
     contents_of,
     sample_weights,
 )
-from tests.guarantees.kit import OverEachAdapter, OverEachTransport, scenarios
+from tests.guarantees.kit import OverEachAdapter, OverEachTransport, on_engines, scenarios
 
 MANY = 20
 
@@ -91,6 +91,11 @@ class TestEachTransport(OverEachTransport):
 )
 class TestEachAdapter(OverEachAdapter):
     """Nor do updates that fail."""
+
+
+ENGINES = on_engines(
+    "test_what_was_only_staged_is_released_and_may_come_again",
+)
 
 
 def test_executors_that_come_and_go_leave_the_engine_and_nothing_else() -> None:

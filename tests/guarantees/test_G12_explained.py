@@ -5,7 +5,7 @@
 """
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
-from tests.guarantees.kit import OverEachAdapter, OverEachTransport, scenarios
+from tests.guarantees.kit import OverEachAdapter, OverEachTransport, on_engines, scenarios
 
 
 @scenarios(
@@ -24,6 +24,12 @@ class TestEachTransport(OverEachTransport):
 )
 class TestEachAdapter(OverEachAdapter):
     """What was installed, how long each phase took, and what a failure led to."""
+
+
+ENGINES = on_engines(
+    "test_version_after_version_the_engine_answers_as_a_fresh_one",
+    "test_a_rank_that_fails_takes_the_others_back_and_the_next_update_works",
+)
 
 
 def test_an_unknown_update_has_no_timings() -> None:

@@ -2,11 +2,13 @@
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from rl_bridge import FACES
+from rl_bridge.testing import EngineSuite
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs/explanation/failure-guarantees.md").read_text("utf-8")
@@ -43,15 +45,30 @@ def test_a_file_is_short_begins_with_its_guarantee_and_uses_public_names_only(fi
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_page_of_the_guarantees_names_each_file_and_each_test(file: Path) -> None:
     assert f"*Held by* `tests/guarantees/{file.name}`" in PAGE
-    tree = ast.parse(file.read_text("utf-8"))
-    named = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    named += [
-        str(part.value)
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-        for by in node.decorator_list
-        for part in ast.walk(by)
-        if isinstance(part, ast.Constant)
-    ]
-    for name in named:
-        assert not name.startswith("test_") or f"`{name}`" in PAGE, "run docs/_generate/write.py"
+    for name in re.findall(r"\btest_[a-z]\w+", file.read_text("utf-8")):
+        assert f"`{name}`" in PAGE, "run docs/_generate/write.py"
+
+
+ENGINES = {"tests/engines/test_ranks.py": "TestVLLM", "tests/sglang/test_ranks.py": "TestSGLang"}
+
+
+def test_each_scenario_of_engines_holds_a_guarantee() -> None:
+    scenarios = {name for name in vars(EngineSuite) if name.startswith("test_")}
+    files = [import_module(f"tests.guarantees.{file.stem}") for file in FILES]
+    assert {name for file in files for name in getattr(file, "ENGINES", ())} == scenarios
+
+
+@pytest.mark.parametrize("file", ENGINES)
+def test_vllm_and_sglang_run_each_scenario_of_engines(file: str) -> None:
+    tree = ast.parse((HERE.parents[1] / file).read_text("utf-8"))
+    (suite,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == ENGINES[file]
+    )
+    assert [ast.unparse(base) for base in suite.bases] == ["EngineSuite"]
+    assert not suite.decorator_list or "timeout" in ast.unparse(suite.decorator_list[0])
+    own = {node.name for node in suite.body if isinstance(node, ast.FunctionDef)}
+    # (A killed rank takes an engine of its own: in the full matrix, and in tests of servers.)
+    assert {name for name in own if name.startswith("test_")} <= {
+        "test_a_rank_that_is_killed_is_a_typed_error_and_a_fresh_engine_takes_the_version"
+    }
+    assert f"`{file}`" in PAGE
