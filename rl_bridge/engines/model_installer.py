@@ -389,7 +389,7 @@ class ModelInstaller(TransactionalAdapter):
         if is_here and (reason is not None or self._chosen != "beside"):
             needs[THROUGH] = self._through_need(plan)
         if not is_here:
-            needs[COPYING] = Need(0 if self._snapshot is not None else self._copy_nbytes())
+            needs[COPYING] = Need(0 if self._snapshot is not None else self._copy_nbytes(plan))
         way = check_budget(needs, self._budget, manifest.weight_version)
         has_copy = self._snapshot is not None
         if way != BESIDE and (
@@ -415,14 +415,15 @@ class ModelInstaller(TransactionalAdapter):
         layer = self._through_nbytes(plan)
         if self._has_way_back(is_here=True):
             return Need(layer, self._device)
-        return Need(layer + self._copy_nbytes())
+        return Need(layer + self._copy_nbytes(plan))
 
     @property
     def _device(self) -> torch.device:
         return next(self._model.parameters(), torch.empty(0, device="cpu")).device
 
-    def _copy_nbytes(self) -> int:
+    def _copy_nbytes(self, plan: LoadPlan) -> int:
         """Bytes of a copy of the model; a tensor with two names counts once."""
+        del plan
         every = {tensor_key(one): one for one in every_engine_tensor(self._model).values()}
         return sum(tensor.numel() * tensor.element_size() for tensor in every.values())
 

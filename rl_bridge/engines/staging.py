@@ -82,6 +82,13 @@ class Staged:
     # Position of a target -> the memory that was taken for it.
     memory: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    def extend(self, other: "Staged") -> None:
+        """Take what was staged of other layers, but for its memory."""
+        self.tensors += other.tensors
+        self.attributes += other.attributes
+        self.canaries += other.canaries
+        self.compared += other.compared
+
 
 # ---- memory -------------------------------------------------------------------------------------
 

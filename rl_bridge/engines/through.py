@@ -84,10 +84,7 @@ class Written:
         """All that was written."""
         every = Staged()
         for layer in self.layers.values():
-            every.tensors += layer.tensors
-            every.attributes += layer.attributes
-            every.canaries += layer.canaries
-            every.compared += layer.compared
+            every.extend(layer)
         return every
 
     def refresh(self) -> None:
@@ -116,7 +113,8 @@ def write_parameters(
         target = plan.targets[index]
         parameter = target.serving()
         memory[index] = live = parameter.data
-        changes.append(TensorChange(target.name, parameter, live, index))
+        # (A view would be one more that looks at its memory.)
+        changes.append(TensorChange(target.name, parameter, parameter, index))
         if not is_as_loaded(target, live):
             memory[index] = target.empty()
             others.append((live, memory[index]))

@@ -47,10 +47,10 @@ class _Upto(list[T]):
             yield item
 
 
-def _fail(action: Callable[[], None] | None) -> None:
+def _fail(action: Callable[[], None] | None, call: int | None = None) -> None:
     if action is not None:
         action()
-    msg = f"planted at call {_calls[0]}"
+    msg = f"planted at call {_calls[0] if call is None else call}"
     raise PlantedError(msg)
 
 
@@ -64,9 +64,9 @@ def _counted(owner: Any, name: str, nth: int, action: Callable[[], None] | None)
     original = owner.__dict__[name]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        if _calls[0] == nth:
-            _fail(action)
-        _calls[0] += 1
+        _calls[0] += 1  # an undo may make the same calls
+        if _calls[0] == nth + 1:
+            _fail(action, nth)
         return original(*args, **kwargs)
 
     patch(owner, name, counted)
@@ -85,6 +85,25 @@ def _exchange(nth: int, action: Callable[[], None] | None) -> None:
         original(self, replace(staged, tensors=tensors, attributes=attributes))
 
     patch(staging.Exchange, "apply", apply)
+
+
+def _half_written(nth: int) -> None:
+    """Fail behind the first parameters of the n-th layer, when its pack may be gone already."""
+    original = model_installer.VLLMModelInstaller.__dict__["_write"]
+
+    def write(self: Any, written: Any, layer: Any) -> Any:
+        if _calls[0] == nth:
+            _calls[0] += 1
+            original(self, written, layer[: len(layer) // 2 + 1])
+            for user in written.plan.targets[layer[-1][0]].users:
+                if "cpu_linear" in vars(user.module) and self._snapshot is None:
+                    vars(user.module)["cpu_linear"] = None
+            msg = f"planted at call {nth}"
+            raise PlantedError(msg)
+        _calls[0] += 1
+        return original(self, written, layer)
+
+    patch(model_installer.VLLMModelInstaller, "_write", write)
 
 
 def _wrong_pack(nth: int) -> None:
@@ -230,6 +249,8 @@ def plant(point: str, nth: int = 0, action: str = "") -> None:
     points: dict[str, Callable[[], None]] = {
         "exchange": lambda: _exchange(nth, does),
         "assemble": lambda: _counted(staging, "_plain_copies", nth, does),
+        "layer": lambda: _counted(model_installer.VLLMModelInstaller, "_write", nth, does),
+        "half a layer": lambda: _half_written(nth),
         "process": lambda: _counted(model_installer, "_process", nth, does),
         "pack": lambda: _pack_fails(nth, does),
         "canary": lambda: _counted(canary, "question", nth, does),

@@ -179,7 +179,7 @@ def test_a_hybrid_engine_is_a_fresh_one_and_refuses_what_does_not_fit(
     broken = {**sent[1], numbers: torch.full_like(sent[1][numbers], 100)}
     with (
         start(Setting(kind), checkpoints.path(kind, 0)) as llm,
-        executor_for(llm, reload=True) as executor,
+        executor_for(llm, staging="reload") as executor,
     ):
         fresh = [answers(llm), second]
         assert fresh[0] != fresh[1]

@@ -53,7 +53,7 @@ def served(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator
 @pytest.fixture
 def executor(served: Served, trainer: Trainer) -> Iterator[RolloutExecutor]:
     trainer.release_all()
-    with executor_for(served.llm, reload=True) as made:
+    with executor_for(served.llm, staging="reload") as made:
         yield made
         made.update_weights(trainer.publish(served.weights[0]))
 
@@ -186,7 +186,7 @@ def test_latent_attention_is_refused_beside_the_serving_one(
         pytest.skip("no latent attention here")
     with (
         executor_for(served.llm) as staged,
-        pytest.raises(IncompatibleUpdate, match="reload=True"),
+        pytest.raises(IncompatibleUpdate, match="staging='reload'"),
     ):
         staged.update_weights(trainer.publish(served.weights[1]))
     assert answers(served.llm) == served.fresh[0]
@@ -209,7 +209,7 @@ def test_two_ranks_of_latent_attention_are_updated_together(
     trainer.release_all()
     with (
         start(setting, checkpoints.path(setting.kind, 0)) as llm,
-        executor_for(llm, reload=True) as executor,
+        executor_for(llm, staging="reload") as executor,
     ):
         fresh = [each(llm), second]
         for step in (1, 2, 3):

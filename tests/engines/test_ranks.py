@@ -114,6 +114,14 @@ class TestVLLM(EngineSuite):
         )
 
 
+@FULL  # as the small engine does
+class TestVLLMThrough(TestVLLM):
+    every = 8
+
+    def make_driver(self, engine: Any, **options: Any) -> EngineDriver:
+        return super().make_driver(engine, staging="through", **options)
+
+
 # ---- one rank fails -----------------------------------------------------------------------------
 
 
@@ -155,6 +163,31 @@ def test_a_rank_that_fails_takes_the_others_back_and_the_next_update_works(
     engine.check(f"{point} {nth} failed on rank {rank}")
     engine.update(by)
     engine.check("the next update")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_versions_that_are_written_through_take_turns_and_faults_are_undone_at_every_layer(
+    engine: Bench, rank: int
+) -> None:
+    with executor_for(engine.llm, staging="through") as executor:
+        engine.executor, before = executor, engine.executor
+        try:
+            for turn in range(3):
+                engine.update()
+                engine.check(f"update {turn}")
+            for nth in range(5):  # embeddings, two layers, the norm; the last one does not fail
+                plant(engine, "layer", nth, rank)
+                if nth < 4:
+                    with pytest.raises(Exception, match=f"rank {rank}: .*planted"):
+                        engine.update()
+                else:
+                    engine.update()
+                engine.llm.collective_rpc("uproot_fault")
+                engine.check(f"layer {nth}")
+            assert executor.last_ack is not None
+            assert executor.last_ack.proof.staging == "through"
+        finally:
+            engine.executor = before
 
 
 def test_all_ranks_may_fail_at_once(engine: Bench) -> None:

@@ -189,7 +189,7 @@ def test_a_buffer_that_checkpoints_load_is_named_with_the_way_that_takes_it(
             patch.setattr(type(model), "load_weights", load)
             text = refuse(engine, engine.next(rotation=torch.ones(4)))
         assert "buffer 'rotation' is loaded from the checkpoint" in text
-        assert "reload=True" in text
+        assert "staging='reload'" in text
         assert "nowhere" not in text
         assert not model.rotation.any()
     finally:

@@ -405,5 +405,5 @@ def test_a_reload_that_somebody_else_left_half_way_is_refused(
 @pytest.mark.parametrize("wrong", [{"pause": None}, {"cast": True}])
 def test_a_reload_needs_a_pause_and_takes_no_cast(wrong: dict[str, Any]) -> None:
     options = {"serving": VLLMServing(pause=None)} if "pause" in wrong else wrong
-    with pytest.raises(ValueError, match="reload=True"):
-        VLLMEngineAdapter("http://127.0.0.1:1", reload=True, **options)
+    with pytest.raises(ValueError, match="staging='reload'"):
+        VLLMEngineAdapter("http://127.0.0.1:1", staging="reload", **options)

@@ -56,10 +56,10 @@ def weights(paths: list[str]) -> list[dict[str, torch.Tensor]]:
 def test_it_is_a_fresh_engine_after_each_update_and_claims_no_proof(
     llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]], fresh: list[Answers]
 ) -> None:
-    with executor_for(llm) as executor, pytest.raises(IncompatibleUpdate, match="reload=True"):
+    with executor_for(llm) as executor, pytest.raises(IncompatibleUpdate, match="staging='reload'"):
         executor.update_weights(trainer.publish(weights[1]))
     assert answers(llm) == fresh[0]
-    with executor_for(llm, reload=True) as executor:
+    with executor_for(llm, staging="reload") as executor:
         for step in (1, 2, 3):
             executor.update_weights(trainer.publish(weights[step % 2]))
             assert answers(llm) == fresh[step % 2]
@@ -78,7 +78,7 @@ def test_a_rank_that_fails_takes_the_other_back(
     fresh: list[Answers],
     rank: int,
 ) -> None:
-    with executor_for(llm, reload=True) as executor:
+    with executor_for(llm, staging="reload") as executor:
         executor.update_weights(trainer.publish(weights[0]))
         for nth in (1, 2):  # behind vLLM's reload: while it is proven
             llm.collective_rpc("plant_fault", args=("digest", nth, "", rank))
@@ -93,7 +93,7 @@ def test_a_rank_that_fails_takes_the_other_back(
 def test_vllms_own_calls_are_refused_where_the_executor_reloads(
     llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]], fresh: list[Answers]
 ) -> None:
-    with executor_for(llm, reload=True) as executor:
+    with executor_for(llm, staging="reload") as executor:
         executor.update_weights(trainer.publish(weights[0]))
     with pytest.raises(Exception, match="by reloads"):
         native_update(llm, trainer.publish(weights[1]))

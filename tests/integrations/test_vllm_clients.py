@@ -101,8 +101,8 @@ def test_a_pause_or_a_cache_that_vllm_does_not_have_is_refused(
     "options", [{"cast": True}, {"serving": VLLMServing(pause=None)}], ids=["cast", "no_pause"]
 )
 def test_a_reload_needs_a_pause_and_no_cast(engine: Engine, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="reload=True: expected a pause, and no cast"):
-        VLLMEngineAdapter(Client(engine), reload=True, **options)
+    with pytest.raises(ValueError, match="staging='reload': expected a pause, and no cast"):
+        VLLMEngineAdapter(Client(engine), staging="reload", **options)
 
 
 def test_a_wrong_budget_is_told_before_any_update(engine: Engine) -> None:

@@ -26,7 +26,9 @@ _MADE_BY_STEPS = ("_combined_gate_weight", "_wp_fp32", "_merged_conv_weight")
 class VLLMCompat(EngineCompat):
     """What vLLM does with the weights of its layers."""
 
-    elsewhere = "VLLMEngineAdapter(..., reload=True) or VLLMReloadAdapter: they let vLLM load it"
+    elsewhere = (
+        "VLLMEngineAdapter(..., staging='reload') or VLLMReloadAdapter: they let vLLM load it"
+    )
 
     cast_remedy = ", or say cast=True"
 

@@ -20,7 +20,7 @@ from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
 from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
-from rl_bridge.engines.staging import checked_budget
+from rl_bridge.engines.staging import Staging, checked_budget, checked_staging
 from rl_bridge.engines.vllm.client import LLMClient, connect
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
 
@@ -73,7 +73,7 @@ class VLLMEngineAdapter(EngineDriver):
         *,
         serving: VLLMServing = VLLMServing(),
         cast: bool = False,
-        reload: bool = False,
+        staging: Staging | Literal["reload"] | None = None,
         memory_budget_nbytes: int | None = None,
         transports: TransportOptions | None = None,
         timeout_s: float = 600.0,
@@ -86,10 +86,14 @@ class VLLMEngineAdapter(EngineDriver):
                 `rl_bridge.vllm.connect` made.
             serving: what requests see of an update: pause, caches, label.
             cast: True lets an update's dtype differ from the engine's.
-            reload: True lets vLLM reload the model, with a copy to go back to: for quantized models
-                and others that are refused without it. What cannot be read back makes the proof
-                ``unproven``. Requests wait for all of it; vLLM's loader casts.
-            memory_budget_nbytes: what staging may take on each rank; None takes what there is.
+            staging: ``beside`` makes the next version beside the serving one, and the install
+                exchanges them. ``through`` writes it into the memory that serves, layer by layer,
+                while requests wait: where weights have no room twice. None takes ``beside`` where
+                there is room. ``reload`` lets vLLM reload the model, with a copy to go back to: for
+                quantized models and others that are refused without it. What cannot be read back
+                makes the proof ``unproven``. Requests wait for all of it; vLLM's loader casts.
+            memory_budget_nbytes: what staging, or the copy that an undo needs, may take on each
+                rank; None takes what there is.
             transports: name of a transport -> options of the ranks' bridges, such as
                 ``{"shared-memory": {"directory": path}}``; they travel to the engine as JSON.
             timeout_s: deadline of each call to the engine.
@@ -97,16 +101,19 @@ class VLLMEngineAdapter(EngineDriver):
                 the first update; False refuses that update with the name of the driver.
 
         Raises:
-            ValueError: a reload without a pause, or with a cast; a negative budget; a text that is
-                no URL.
+            ValueError: a reload without a pause, or with a cast; no such staging; a negative
+                budget; a text that is no URL.
             TypeError: a budget that is no int; no such option of a transport.
             WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop; no
                 such transport.
 
         """
-        if reload and (serving.pause is None or cast):
-            raise ValueError("reload=True: expected a pause, and no cast; vLLM's loader casts.")
-        options: dict[str, Any] = {"reload": True} if reload else {"cast": cast}
+        options: dict[str, Any] = {"reload": True}
+        if staging != "reload":
+            options = {"cast": cast, "staging": checked_staging(staging)}
+        elif serving.pause is None or cast:
+            msg = "staging='reload': expected a pause, and no cast; vLLM's loader casts."
+            raise ValueError(msg)
         options["memory_budget_nbytes"] = checked_budget(memory_budget_nbytes)
         if transports:
             options["transports"] = checked_transports(transports)

@@ -4,10 +4,13 @@ On the CPU vLLM packs most weights when it has loaded them, and drops what it pa
 version of such a layer is made by vLLM's own code on a stand-in of the layer: the serving one is
 only read. What is left for the install is to exchange parameters, and the packs that layers compute
 with.
+
+A version that is written through into the memory that serves is made in the same way, one layer at
+a time: of each layer the pack that served goes before the next one is made.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +20,7 @@ import torch
 from rl_bridge.engines.evidence import Evidence
 from rl_bridge.engines.load_plan import LoadPlan, Route
 from rl_bridge.engines.model_installer import ModelInstaller, Tensors
+from rl_bridge.engines.shards import digests_of
 from rl_bridge.engines.skeleton import EngineCompat, Target, User
 from rl_bridge.engines.staging import (
     Assembled,
@@ -24,13 +28,17 @@ from rl_bridge.engines.staging import (
     Canary,
     SpareMemory,
     Staged,
+    Staging,
     TensorChange,
     assemble,
 )
+from rl_bridge.engines.through import Layer, Written, groups_of, is_as_loaded, writable
 from rl_bridge.engines.vllm.canary import PackCanary, check_experts
 from rl_bridge.engines.vllm.compat import VLLMCompat, refuse_unreached, repacks
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 
+# The attribute by which a layer computes with its packed weight.
+_PACK = "cpu_linear"
 # What a stand-in has of its own, so that processing it cannot reach the serving layer.
 _OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "quant_method"}
@@ -55,6 +63,7 @@ class VLLMModelInstaller(ModelInstaller):
         vllm_config: Any,
         *,
         cast: bool = False,
+        staging: Staging | None = None,
         memory_budget_nbytes: int | None = None,
         num_threads: int | None = None,
     ) -> None:
@@ -64,25 +73,28 @@ class VLLMModelInstaller(ModelInstaller):
             model: the worker's model, loaded by vLLM.
             vllm_config: the engine's configuration.
             cast: True lets an update's dtype differ from the engine's; vLLM's loader casts then.
-            memory_budget_nbytes: what the next version may take; None takes what the machine has to
-                give.
+            staging: ``beside`` makes the next version beside the serving one, ``through`` writes it
+                into the memory that serves; None takes ``beside`` where the budget allows it.
+            memory_budget_nbytes: what the next version may take, or the copy of the model that an
+                undo needs; None takes what the machine has to give.
             num_threads: threads that copy and digest; None takes the usable cores.
 
         Raises:
             TypeError: `cast` is no bool.
-            ValueError: less than one thread, or a negative budget.
+            ValueError: less than one thread, a negative budget, or no such staging.
 
         """
         super().__init__(
             model,
             VLLMCompat(vllm_config),
             cast=cast,
-            staging="beside",
+            staging=staging,
             memory_budget_nbytes=memory_budget_nbytes,
             num_threads=num_threads,
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
         )
         self._packs = _Packs()
+        self._renewed: set[int] = set()  # modules whose pack is made anew
 
     def _check_model(self) -> None:
         refuse_unreached(self._model)
@@ -93,10 +105,69 @@ class VLLMModelInstaller(ModelInstaller):
     def _stage(
         self, plan: LoadPlan, tensors: Tensors, staged: Staged, evidence: Evidence
     ) -> AbstractSet[str]:
-        making = _Making(plan, tensors, staged, self._packs, self._compat, self._num_threads)
-        for assembled in making.run(self._spares):
+        for assembled in self._making(plan, tensors, staged).run(self._spares):
             evidence.add(assembled)
         return _asked_about(plan, staged.canaries)
+
+    def _making(self, plan: LoadPlan, tensors: Tensors, staged: Staged) -> "_Making":
+        return _Making(plan, tensors, staged, self._packs, self._compat, self._num_threads)
+
+    def _through_nbytes(self, plan: LoadPlan) -> int:
+        return self._packs.through_nbytes(plan)
+
+    def _copy_nbytes(self, plan: LoadPlan) -> int:
+        """The packs that serve stay as well: nobody can read the weights back of which they are."""
+        return super()._copy_nbytes(plan) + self._packs.packed_nbytes(plan)
+
+    def _rehearse(self, written: Written) -> None:
+        plan, self._renewed = written.plan, set()
+        self._packs.keep([])
+        for group in groups_of(plan):
+            # (Experts take their own memory to be assembled in, which serves until the install.)
+            if any(repacks(user.module) for i in group for user in plan.targets[i].users):
+                continue
+            staged = Staged()
+            making = replace(self._making(plan, written.tensors, staged), lends=True)
+            for assembled in making.make(group):
+                written.evidence.add(assembled)
+            changed = (one for one in staged.attributes if one.key == _PACK)
+            self._renewed.update(id(one.module) for one in changed)
+            del staged, making, changed  # before the next group is made
+
+    def _write(self, written: Written, layer: Layer) -> Staged:
+        every = Staged()
+        for group in layer:
+            staged = self._write_group(written, group)
+            if self._snapshot is None:
+                for attribute in staged.attributes:
+                    vars(attribute.module)[attribute.key] = attribute.value
+            else:
+                self._exchange.replace(staged.attributes)
+            every.extend(staged)
+        return every
+
+    def _write_group(self, written: Written, group: Sequence[int]) -> Staged:
+        plan, staged = written.plan, Staged()
+        targets = {i: plan.targets[i] for i in group}
+        lives = {i: one.serving().data for i, one in targets.items() if not one.is_consumed}
+        staged.memory = {i: live for i, live in lives.items() if is_as_loaded(targets[i], live)}
+        if self._snapshot is None:
+            for user in (user for target in targets.values() for user in target.users):
+                if id(user.module) in self._renewed:
+                    vars(user.module)[_PACK] = None  # its memory is the next one's
+        making = self._making(plan, written.tensors, staged)
+        with writable(lives.values()):
+            making.assemble(staged.memory)
+            for assembled in making.make(group):
+                written.evidence.add(assembled)
+            written.evidence.note(staged)
+            for change in staged.tensors:
+                live = change.live.data
+                if change.fresh.data_ptr() != live.data_ptr():
+                    live.copy_(change.fresh)
+                change.fresh = change.live  # a view would be one more that looks at it
+        staged.memory = {}
+        return staged
 
     def _keep_attributes(self, freed: Sequence[tuple[torch.nn.Module, object]]) -> None:
         self._packs.keep(freed)
@@ -149,9 +220,25 @@ class _Packs:
         packing = [
             user.module
             for user in target.users
-            if target.is_consumed or (user.leaf == "weight" and "cpu_linear" in vars(user.module))
+            if target.is_consumed or (user.leaf == "weight" and _PACK in vars(user.module))
         ]
         return all(id(layer) in self._kept for layer in packing)
+
+    def packed_nbytes(self, plan: LoadPlan) -> int:
+        """Bytes of what layers compute with beside their parameters, and is not kept here."""
+        targets = (plan.targets[index] for index in plan.steps)
+        return sum(target.nbytes for target in targets if not self._has(target))
+
+    def through_nbytes(self, plan: LoadPlan) -> int:
+        """Bytes that one layer takes at most while it is written through, or rehearsed."""
+        most = 0
+        for group in groups_of(plan):
+            needed = 0
+            for target in (plan.targets[index] for index in group):
+                # A parameter of its own, and the pack of it.
+                needed += target.nbytes if self._has(target) else 2 * target.nbytes
+            most = max(most, needed)
+        return most
 
     def staging_nbytes(self, plan: LoadPlan) -> int:
         """Bytes that the next version takes: parameters, packs, scratch."""
@@ -166,8 +253,8 @@ class _Packs:
                 continue
             kept += nbytes
             if repacks(layer := target.users[0].module):
-                # Assembled, and packed twice to be compared; what stays is one of the packs.
-                experts[id(layer)] = experts.get(id(layer), 0) + 2 * nbytes
+                # Assembled, and packed: what stays is the pack.
+                experts[id(layer)] = experts.get(id(layer), 0) + nbytes
         scratch = max(0, scratch - self._scratch.numel())
         return kept + packed + scratch + max(experts.values(), default=0)
 
@@ -191,6 +278,7 @@ class _Making:
     packs: _Packs
     compat: EngineCompat
     num_threads: int | None
+    lends: bool = False  # whether also what an engine keeps may be the imported tensor itself
 
     def run(self, spares: SpareMemory) -> Iterator[Assembled]:
         """Make it; the serving model is only read.
@@ -204,24 +292,12 @@ class _Making:
         targets = {index: self.plan.targets[index] for index in self.plan.steps}
         lasting = {i: one for i, one in targets.items() if not _is_packed(one)}
         self.staged.memory = spares.take(lasting)
-        self._assemble(self.staged.memory)
-        layers: dict[int, list[int]] = {}
-        for index, target in targets.items():
-            for user in target.users:
-                layers.setdefault(id(user.module), []).append(index)
-        done: set[int] = set()
-        for index in targets:
-            if index not in done:
-                # All parameters of one layer (weight and bias, experts), and of those that it
-                # shares one with, are processed at once.
-                group = [index]
-                for i in group:
-                    for user in targets[i].users:
-                        group += [one for one in layers[id(user.module)] if one not in group]
-                done.update(group)
-                yield from self._make(group)
+        self.assemble(self.staged.memory)
+        for group in groups_of(self.plan):
+            yield from self.make(group)
 
-    def _make(self, group: Sequence[int]) -> Iterator[Assembled]:
+    def make(self, group: Sequence[int]) -> Iterator[Assembled]:
+        """Make parameters that vLLM processes at once; yields as `run`."""
         consumed = [i for i in group if self.plan.targets[i].is_consumed]
         fresh: dict[int, torch.Tensor] = {}
         for i in group:
@@ -238,18 +314,20 @@ class _Making:
     def _assembled(self, index: int, *, alone: bool) -> Assembled:
         if index in self.staged.memory:
             return Assembled(index, self.staged.memory[index], borrowed=False)
-        target, steps = self.plan.targets[index], self.plan.steps[index]
-        if target.is_consumed and len(steps) == 1:
-            step = steps[0]
-            if isinstance(step, Route) and step.is_whole:
-                tensor = self.tensors[step.source]
-                if tensor.dtype == target.meta.dtype and tensor.shape == target.meta.shape:
-                    return Assembled(index, tensor, borrowed=True)
+        target = self.plan.targets[index]
+        if target.is_consumed or self.lends:
+            steps = [step for step in self.plan.steps[index] if step.target_view.numel]
+            step = steps[0] if len(steps) == 1 else None
+            if isinstance(step, Route) and step.source_view.is_contiguous:
+                part = step.source_view.of(self.tensors[step.source])
+                if part.dtype == target.meta.dtype and part.shape == target.meta.shape:
+                    return Assembled(index, part, borrowed=step.is_whole)
         memory = self.packs.scratch(target) if target.is_consumed and alone else target.empty()
-        self._assemble({index: memory})
+        self.assemble({index: memory})
         return Assembled(index, memory, borrowed=False)
 
-    def _assemble(self, memory: Mapping[int, torch.Tensor]) -> None:
+    def assemble(self, memory: Mapping[int, torch.Tensor]) -> None:
+        """Write parameters into memory."""
         assemble(self.plan, self.tensors, memory, num_threads=self.num_threads)
 
     def _process(self, fresh: Mapping[int, torch.Tensor]) -> None:
@@ -290,6 +368,8 @@ def _process(user: User, given: Given, staged: Staged) -> _Made:
     """Let vLLM process a stand-in that has the fresh parameters, and note which these become."""
     module = user.module
     live: Mapping[str, torch.Tensor | None] = module._parameters  # noqa: SLF001 - torch has no other way in
+    # What is packed twice is there once at a time.
+    first = _digests(processed(module, given)) if repacks(module) else None
     state = processed(module, given)
     _check_derived(user, state)
     repacked = {}
@@ -299,8 +379,9 @@ def _process(user: User, given: Given, staged: Staged) -> _Made:
             if leaf in given and fresh.numel() and not _is_kept(given[leaf][1], fresh):
                 repacked[leaf] = fresh
     if repacked:
+        second = first if first is not None else _digests(processed(module, given))
+        _check_repacked(user, _digests(state), second, repacked)
         check_experts(user.path, state, {leaf: memory for leaf, (_, memory, _) in given.items()})
-        _check_repacked(user, repacked, processed(module, given)["_parameters"])
     attributes = [
         AttributeChange(user.path, module, key, value)
         for key, value in state.items()
@@ -308,7 +389,7 @@ def _process(user: User, given: Given, staged: Staged) -> _Made:
     ]
     canaries = []
     for change in attributes:
-        if change.key == "cpu_linear" and "weight" in given:
+        if change.key == _PACK and "weight" in given:
             # (In a comprehension, a failure's kept frames would keep what it closes over.)
             weight = state["_parameters"]["weight"]
             plain = weight if weight.numel() else given["weight"][1]
@@ -349,19 +430,25 @@ def _check_derived(user: User, state: Mapping[str, Any]) -> None:
             raise IncompatibleUpdate(msg)
 
 
+def _digests(state: Mapping[str, Any]) -> dict[str, bytes]:
+    """Digests of a layer's parameters."""
+    tensors = {leaf: one for leaf, one in state["_parameters"].items() if one is not None}
+    return dict(zip(tensors, digests_of(tensors.values(), num_threads=None), strict=True))
+
+
 def _check_repacked(
-    user: User, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
+    user: User, first: Mapping[str, bytes], second: Mapping[str, bytes], leaves: Iterable[str]
 ) -> None:
     """Compare two packs of one weight: what comes out wrong once does not come out so twice.
 
     A single wrong number may be lost in the rounding of products; but packed experts can be read.
     """
-    for leaf, tensor in first.items():
-        if not has_same_bytes(tensor, second[leaf]):
+    for leaf in leaves:
+        if first[leaf] != second[leaf]:
             msg = (
                 f"parameter '{user.path}.{leaf}': vLLM packs the same weight into different bytes. "
-                "The engine was not touched; publish again, and look at the machine's memory if it "
-                "happens again."
+                "The engine keeps its version; publish again, and look at the machine's memory if "
+                "it happens again."
             )
             raise ProofFailed(msg)
 

@@ -38,6 +38,7 @@ class RLBridgeInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM ha
     """Options of `VLLMModelInstaller`, and of transports; all may be left out."""
 
     cast: bool | None = None
+    staging: str | None = None
     memory_budget_nbytes: int | None = None
     num_threads: int | None = None
     transports: dict[str, dict[str, Any]] | None = None

@@ -1,0 +1,200 @@
+"""Measures the two stagings: `python benchmarks/staging.py [--quick] [--out FILE]`.
+
+One rank's model of Qwen3-0.6B's shape, fused as engines do, with random bf16 weights that come over
+shared memory; every update is new bytes. In turn in one run: an install beside, an install through,
+the undo of one, and a plain copy of the same bytes into the same parameters. README.md beside this
+file says how each figure comes about.
+"""
+
+import datetime as dt
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, get_args
+
+import numpy as np
+import torch
+import typer
+from _lib.environment import collect_environment
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from rl_bridge import WeightUpdateManifest, make_weight_bridge
+from rl_bridge.engines import EngineCompat, ModelInstaller
+from rl_bridge.engines.staging import Staging
+from rl_bridge.memory.passes import BytePlan
+
+__all__ = ["main"]
+
+_OUT = Path(__file__).resolve().parent / "results" / "staging.json"
+_HIDDEN, _INNER, _HEADS, _GROUPS = 1024, 3072, 2048, 1024
+# Parameter -> the tensors of a checkpoint that are fused in it, with their rows; columns.
+_FUSED = {
+    "qkv": ({"q": _HEADS, "k": _GROUPS, "v": _GROUPS}, _HIDDEN),
+    "out": ({"o": _HIDDEN}, _HEADS),
+    "gate_up": ({"gate": _INNER, "up": _INNER}, _HIDDEN),
+    "down": ({"d": _HIDDEN}, _INNER),
+}
+_AIM = 1.3
+
+
+def _parameter(rows: int, columns: int) -> torch.nn.Parameter:
+    made = torch.zeros(rows, columns, dtype=torch.bfloat16)
+    return torch.nn.Parameter(made, requires_grad=False)
+
+
+class _Model(torch.nn.Module):
+    """One rank's model, with the loader of an engine."""
+
+    def __init__(self, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = torch.nn.ParameterDict({"weight": _parameter(vocabulary, _HIDDEN)})
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ParameterDict(
+                {
+                    name: _parameter(sum(parts.values()), width)
+                    for name, (parts, width) in _FUSED.items()
+                }
+            )
+            for _ in range(layers)
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put each tensor of a checkpoint into its place."""
+        for name, tensor in weights:
+            if name == "embed":
+                self.embed["weight"].data.copy_(tensor)
+                continue
+            layer, fused, part = name.split(".")
+            start = 0
+            for one, rows in _FUSED[fused][0].items():
+                if one == part:
+                    parameters: Any = self.layers[int(layer)]
+                    parameters[fused].data[start : start + rows].copy_(tensor)
+                start += rows
+
+
+def _weights(layers: int, vocabulary: int, seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+
+    def made(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=draw).to(torch.bfloat16)
+
+    named = {"embed": made(vocabulary, _HIDDEN)}
+    for layer in range(layers):
+        for fused, (parts, width) in _FUSED.items():
+            named |= {f"{layer}.{fused}.{part}": made(rows, width) for part, rows in parts.items()}
+    return named
+
+
+def _ms(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return (time.perf_counter() - start) * 1e3
+
+
+class _Lane:
+    """A model, what installs into it, and a bridge of its own."""
+
+    def __init__(self, model: _Model, way: Staging) -> None:
+        self.model = model
+        self.installer = ModelInstaller(model, EngineCompat(), staging=way)
+        self.bridge = make_weight_bridge("shared-memory", source_worker=way)
+
+    def update(self, manifest: WeightUpdateManifest) -> dict[str, float]:
+        """Install, undo, install again; and a plain copy. Milliseconds of each step."""
+        installer, tensors = self.installer, self.bridge.import_update(manifest)
+        found = {
+            "prepare": _ms(lambda: installer.prepare(manifest, tensors)),
+            "install": _ms(lambda: installer.install(manifest, tensors)),
+            "undo": _ms(installer.undo),
+        }
+        installer.prepare(manifest, tensors)
+        installer.install(manifest, tensors)
+        found["prove"] = _ms(installer.prove)
+        # The same bytes, as they lie in the slot, into the same parameters.
+        found["copy"] = _ms(_copier(self.model, tensors))
+        installer.prove()
+        installer.commit()
+        self.bridge.release_imported(manifest.update_id)
+        return found
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="A small model, few repetitions.")] = False,  # noqa: FBT002 - a flag
+    reps: Annotated[int, typer.Option(min=1, help="Updates by each way that count.")] = 9,
+    warmups: Annotated[int, typer.Option(min=1, help="Updates by each way before.")] = 3,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where the samples go.")] = _OUT,
+) -> None:
+    """Measure what a pause holds: an exchange, or a version that is written through."""
+    console = Console()
+    layers, vocabulary = (4, 16384) if quick else (14, 65536)
+    began = dt.datetime.now(dt.UTC)
+    lanes = {way: _Lane(_Model(layers, vocabulary), way) for way in get_args(Staging)}
+    weights = [_weights(layers, vocabulary, seed) for seed in range(3)]
+    samples: list[dict[str, float]] = []
+    with make_weight_bridge("shared-memory", source_worker="trainer") as trainer:
+        for turn in track(range(warmups + reps), "updates", console=console):
+            sample: dict[str, float] = {}
+            for number, (way, lane) in enumerate(lanes.items()):
+                version = len(lanes) * turn + number
+                manifest = trainer.publish(weights[version % 3], weight_version=version)
+                found = lane.update(manifest)
+                trainer.release(manifest.update_id)
+                sample |= {f"{way}_{name}_ms": ms for name, ms in found.items()}
+            if turn >= warmups:
+                samples.append(sample)
+    for lane in lanes.values():
+        lane.bridge.close()
+    middle = {name: median(sample[name] for sample in samples) for name in samples[0]}
+    each = [sample["through_install_ms"] / sample["through_copy_ms"] for sample in samples]
+    ratios = {
+        "through_vs_copy": median(each),
+        "through_undo_vs_copy": middle["through_undo_ms"] / middle["through_copy_ms"],
+        "through_vs_beside": middle["through_install_ms"] / middle["beside_install_ms"],
+    }
+    nbytes = sum(tensor.nbytes for tensor in weights[0].values())
+    document = {
+        "format": 1,
+        "began": began.isoformat(timespec="seconds"),
+        "environment": collect_environment(),
+        "quick": quick,
+        "total_nbytes": nbytes,
+        "warmups": warmups,
+        "aims": {"through_vs_copy": _AIM},
+        "ratios": ratios,
+        "medians": middle,
+        "samples": samples,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    table = Table("figure", "value", title=f"{nbytes / 2**30:.2f} GiB in bf16")
+    for name, value in {**ratios, **middle}.items():
+        table.add_row(name, f"{value:.3f}")
+    console.print(table)
+    console.print(f"all samples are in {out}")
+
+
+def _copier(model: _Model, tensors: Any) -> Callable[[], object]:
+    """Copies the bytes of an update into the model's parameters, in one pass over all of them."""
+    parameters: list[torch.Tensor] = [model.embed["weight"]]
+    parts = [(tensors["embed"], parameters[0].data_ptr())]
+    for layer, held in enumerate(model.layers):
+        fused: Any = held
+        for name, (rows_of, width) in _FUSED.items():
+            place = fused[name].data_ptr()
+            for part, rows in rows_of.items():
+                parts.append((tensors[f"{layer}.{name}.{part}"], place))
+                place += rows * width * 2
+    sizes = [tensor.nbytes for tensor, _ in parts]
+    sources = [tensor.data_ptr() for tensor, _ in parts]
+    plan = BytePlan(np.array(sizes, np.uint64))
+    given = (np.array(sources, np.uint64), np.array([place for _, place in parts], np.uint64))
+    return lambda: plan.copy(*given, num_threads=None)
+
+
+if __name__ == "__main__":
+    typer.run(main)
