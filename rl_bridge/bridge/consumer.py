@@ -50,9 +50,11 @@ from rl_bridge.manifest.canonical import JSONValue, plain
 from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
+from rl_bridge.memory.parts import PartNeeds
+from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.segment import SHORTAGE_NUMBERS
 from rl_bridge.memory.views import Attachment, ImportedTensors, Pin
-from rl_bridge.transports.base import ConsumerEnd, Transport
+from rl_bridge.transports.base import ConsumerEnd, PartRequest, Transport
 
 _LOG = logging.getLogger(__name__)
 
@@ -178,6 +180,7 @@ class _Update:
         attachment: its bytes, while they are held.
         proof: what the acknowledgement carried.
         timings_ms: phase -> milliseconds.
+        needs: what of it is read here; None for all.
         buffers: the memory of what was released here; it lives on with tensors of the update.
         is_of_a_copy: what was refused is one manifest, which may have been changed on its way; the
             update itself may come.
@@ -192,6 +195,7 @@ class _Update:
     attachment: Attachment | None = None
     proof: dict[str, JSONValue] | None = None
     timings_ms: dict[str, float] = field(default_factory=dict)
+    needs: PartNeeds | None = None
     buffers: list[weakref.ref[object]] = field(default_factory=list)
     is_of_a_copy: bool = False
     is_reported_held: bool = False
@@ -330,11 +334,16 @@ class Consumer:
         return as_manifest(given, caller=caller)
 
     def import_update(
-        self, manifest: WeightUpdateManifest, *, reads: bool = True
+        self,
+        manifest: WeightUpdateManifest,
+        *,
+        reads: bool = True,
+        needs: PartNeeds | None = None,
     ) -> Mapping[str, torch.Tensor]:
         """Make an update's tensors readable here and verify every byte. See `TensorBridge`.
 
         With `reads` False, the caller has them verified elsewhere and then takes `Event.VERIFY`.
+        With `needs`, which must be of the same layout, only these ranges are read and verified.
         """
         with self.turn(), self.end.in_one_go():
             self.check_open()
@@ -344,19 +353,25 @@ class Consumer:
             self._check_acceptable(manifest, known)
             if known is not None and known.attachment is not None:
                 if known.lifecycle.has_taken(Event.VERIFY):
-                    return self._import_again(known, known.attachment, manifest)
+                    return self._import_again(known, known.attachment, manifest, needs)
                 # An interrupt cut its import off: it begins anew.
                 known.attachment, known = None, None
             self._collect_garbage()
-            return self._import(manifest, known, reads=reads)
+            return self._import(manifest, known, reads=reads, needs=needs)
 
     def _import(
-        self, manifest: WeightUpdateManifest, known: _Update | None, *, reads: bool
+        self,
+        manifest: WeightUpdateManifest,
+        known: _Update | None,
+        *,
+        reads: bool,
+        needs: PartNeeds | None,
     ) -> Mapping[str, torch.Tensor]:
         record = self._announce(manifest.update_id, manifest)
+        record.needs = needs
         try:
             start = time.perf_counter()
-            attachment = record.attachment = self.end.attach(manifest)
+            attachment = record.attachment = self._attach(manifest, needs)
             record.timings_ms["attach"] = (time.perf_counter() - start) * 1e3
             record.lifecycle.fire(Event.IMPORT)
             if not reads and _sealed_header(attachment) == manifest.header_digest:
@@ -367,15 +382,26 @@ class Consumer:
             self._import_failed(record, manifest, error, known)
             raise
         self._report(record)
-        return attachment.tensors
+        return _tensors_of(manifest, attachment, needs)
+
+    def _attach(self, manifest: WeightUpdateManifest, needs: PartNeeds | None) -> Attachment:
+        if needs is None:
+            return self.end.attach(manifest)
+        request = PartRequest(manifest=manifest, starts=needs.read_starts, nbytes=needs.read_nbytes)
+        return self.end.attach_parts([request])[0]
 
     def _import_again(
-        self, known: _Update, attachment: Attachment, manifest: WeightUpdateManifest
+        self,
+        known: _Update,
+        attachment: Attachment,
+        manifest: WeightUpdateManifest,
+        needs: PartNeeds | None,
     ) -> Mapping[str, torch.Tensor]:
         """An update that is held: its bytes are read again."""
-        if known.manifest != manifest:
+        if known.manifest != manifest or known.needs is not needs:
+            what = "from another manifest" if known.manifest != manifest else "another part of it"
             msg = (
-                f"update {manifest.update_id} is imported already, from another manifest. "
+                f"update {manifest.update_id} is imported already, {what}. "
                 "Import the one that its publisher sent, or release the update first."
             )
             raise WeightUpdateRejectedError(msg)
@@ -384,19 +410,22 @@ class Consumer:
         except ChecksumMismatch as error:
             if attachment.tensors.pin.view is None:
                 # What differs was written here, over this process's own copy: that is its user's.
-                attachment = known.attachment = self.end.attach(manifest)
+                attachment = known.attachment = self._attach(manifest, needs)
                 self._verify(manifest, known, attachment)
             else:
                 if Event.REJECT in known.lifecycle.moves:  # else an engine holds it already
                     self._refuse(known, describe(error), forget=True)
                 raise
-        return attachment.tensors
+        return _tensors_of(manifest, attachment, needs)
 
     def _verify(
         self, manifest: WeightUpdateManifest, record: _Update, attachment: Attachment
     ) -> None:
         start = time.perf_counter()
-        _require_bytes(manifest, attachment)
+        if record.needs is None or attachment.is_digested:
+            _require_bytes(manifest, attachment)
+        else:
+            _require_part(manifest, attachment, record.needs)
         require_header(manifest, attachment, binds_header=self._binds_header)
         record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
 
@@ -674,10 +703,14 @@ class PlainConsumer:
         return as_manifest(given, caller=caller)
 
     def import_update(
-        self, manifest: WeightUpdateManifest, *, reads: bool = True
+        self,
+        manifest: WeightUpdateManifest,
+        *,
+        reads: bool = True,
+        needs: PartNeeds | None = None,
     ) -> Mapping[str, torch.Tensor]:
         """Import and verify one complete version."""
-        del reads
+        del reads, needs
         self._acknowledged = None  # what it said of this update, it said of an earlier install
         return self._bridge.import_update(manifest)
 
@@ -757,6 +790,45 @@ class LazyTensors(ImportedTensors):
         self._attachment.tensors.forget()
 
 
+class ImportedShare(ImportedTensors):
+    """An imported update of which only some ranges were read and verified here.
+
+    Its tensors have their whole shapes; what lies outside of these ranges is undefined.
+    """
+
+    def __init__(
+        self, manifest: WeightUpdateManifest, attachment: Attachment, needs: PartNeeds
+    ) -> None:
+        """Look at what was attached and verified."""
+        super().__init__(manifest.table, attachment.tensors.pin)
+        self._manifest = manifest
+        self._attachment = attachment
+        self._needs = needs
+
+    def verify(self) -> None:
+        """Read and verify the ranges once more.
+
+        Raises:
+            ChecksumMismatch: they are not what was published any more.
+            WeightUpdateRejectedError: the update was refused or undone, and its memory given back.
+
+        """
+        _require_part(self._manifest, self._attachment, self._needs)
+
+    def forget(self) -> None:
+        """Give the memory back."""
+        super().forget()
+        self._attachment.tensors.forget()
+
+
+def _tensors_of(
+    manifest: WeightUpdateManifest, attachment: Attachment, needs: PartNeeds | None
+) -> ImportedTensors:
+    if needs is None:
+        return attachment.tensors
+    return ImportedShare(manifest, attachment, needs)
+
+
 # ---- checks --------------------------------------------------------------------------------------
 
 
@@ -805,6 +877,18 @@ def _require_bytes(manifest: WeightUpdateManifest, attachment: Attachment) -> No
         found = attachment.refresh(manifest.digests, found)
     if found != manifest.digests:
         raise ChecksumMismatch(mismatch(manifest, found))
+
+
+def _require_part(manifest: WeightUpdateManifest, attachment: Attachment, needs: PartNeeds) -> None:
+    """Read some ranges of an update, and compare with the manifest."""
+    pin = attachment.tensors.pin
+    if pin.place is not CPU_PLACE:
+        msg = (
+            f"version {manifest.weight_version} arrived on {pin.place.device}, where no part of an "
+            "update can be verified alone. Let it arrive in memory of the CPU."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    needs.verify(manifest, pin.address, num_threads=attachment.num_threads)
 
 
 def require_header(

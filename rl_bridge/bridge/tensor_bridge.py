@@ -27,6 +27,7 @@ from rl_bridge.lifecycle import STATUS, Observer, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.trainers.state_dict import Source
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import transport_class
@@ -225,11 +226,14 @@ class TensorBridge:
     # ---- consuming ------------------------------------------------------------------------------
 
     @deferred_interrupts()
-    def import_update(self, manifest: WeightUpdateManifest | str) -> Mapping[str, torch.Tensor]:
+    def import_update(
+        self, manifest: WeightUpdateManifest | str, *, needs: PartNeeds | None = None
+    ) -> Mapping[str, torch.Tensor]:
         """Make an update's tensors readable here and verify every byte against the manifest.
 
         Args:
             manifest: the manifest, or its JSON text.
+            needs: what an engine's rank reads of it, and only that is verified; None: all.
 
         Returns:
             Name -> tensor. With shared-memory they alias the published pages without a copy;
@@ -244,7 +248,7 @@ class TensorBridge:
 
         """
         consumer = self.consumer
-        return consumer.import_update(consumer.resolve_update(manifest))
+        return consumer.import_update(consumer.resolve_update(manifest), needs=needs)
 
     @deferred_interrupts()
     def acknowledge(

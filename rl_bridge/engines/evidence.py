@@ -11,9 +11,16 @@ from typing import NamedTuple
 
 import torch
 
+from rl_bridge.bridge.consumer import ImportedShare
 from rl_bridge.engines.load_checks import equal_copies
 from rl_bridge.engines.load_plan import Fill, LoadPlan, Route, kinds_of
-from rl_bridge.engines.shards import check_sources, digest_of, digests_of, shard_routes
+from rl_bridge.engines.shards import (
+    check_sources,
+    digest_of,
+    digests_of,
+    shard_routes,
+    verify_again,
+)
 from rl_bridge.engines.staging import Assembled, Staged, TensorChange
 from rl_bridge.errors import ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof
@@ -105,7 +112,10 @@ class Evidence:
         made_of = {route.source for route, _ in self._expected}
         made_of.update(step.source for index in self._borrowed for step in self._routes(index))
         threads = self._num_threads
-        check_sources(self._manifest, tensors, sorted(made_of), num_threads=threads)
+        if made_of and isinstance(tensors, ImportedShare):
+            verify_again(tensors)
+        else:
+            check_sources(self._manifest, tensors, sorted(made_of), num_threads=threads)
         if staged is not None:
             self._check_complete(staged)
             self.note(staged)

@@ -115,17 +115,19 @@ def check_dtypes(plan: LoadPlan, kinds: Kinds, remedy: str = "") -> None:
 
 def check_casts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse numbers that are finite in an update and not in the engine's dtype."""
-    for name, dtype in dict.fromkeys(
+    wanted = dict.fromkeys(
         (route.source, plan.targets[route.target].meta.dtype) for route in plan.routes()
-    ):
-        given = tensors[name]
-        if given.dtype == dtype or not given.numel():
+    )
+    for name, dtype in wanted:
+        parts = [part for part in plan.parts(name, tensors[name]) if part.numel()]
+        kind = tensors[name].dtype
+        if kind == dtype or not parts:
             continue
-        if not (given.is_floating_point() and dtype.is_floating_point):
+        if not (kind.is_floating_point and dtype.is_floating_point):
             continue
         # (torch cannot compare float8. Rounding keeps the order: the ends tell for all.)
-        comparable = given.float() if given.element_size() == 1 else given
-        ends = torch.stack(torch.aminmax(comparable))
+        found = [torch.stack(torch.aminmax(_comparable(part))) for part in parts]
+        ends = torch.stack(torch.aminmax(torch.stack(found)))
         if not ends.to(dtype).double().isfinite().all():
             msg = (
                 f"tensor {name!r} has numbers from {ends[0]:g} to {ends[1]:g}, and {_name(dtype)} "
@@ -139,16 +141,23 @@ def check_finite(
     tensors: Mapping[str, torch.Tensor],
     names: Iterable[str],
     *,
+    plan: LoadPlan | None = None,
     num_threads: int | None = None,
 ) -> None:
-    """Refuse NaN and Inf: a request that ran once with them leaves them in its cached blocks."""
-    pieces = [(name, piece) for name in names for piece in _pieces(tensors[name])]
+    """Refuse NaN and Inf: a request that ran once with them leaves them in its cached blocks.
+
+    With a `plan`, only what that reads of the tensors is looked at.
+    """
+    parts = {
+        name: [tensors[name]] if plan is None else plan.parts(name, tensors[name]) for name in names
+    }
+    pieces = [(name, piece) for name, found in parts.items() for x in found for piece in _pieces(x)]
     for name in dict.fromkeys(_suspects(pieces, num_threads or default_threads())):
-        tensor = _comparable(tensors[name])
-        if bad := int((~torch.isfinite(tensor)).sum()):
+        bad = sum(int((~torch.isfinite(_comparable(part))).sum()) for part in parts[name])
+        if bad:
             msg = (
-                f"tensor {name!r}: {bad} of its {tensor.numel()} numbers are NaN or Inf; the "
-                "engine keeps its version. See which training step made them."
+                f"tensor {name!r}: {bad} of its {tensors[name].numel()} numbers are NaN or Inf; "
+                "the engine keeps its version. See which training step made them."
             )
             raise IncompatibleUpdate(msg)
 

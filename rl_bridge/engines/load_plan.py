@@ -129,11 +129,22 @@ class LoadPlan:
     # Names of the tensors of which computed targets and buffers are made.
     mixed: frozenset[str] = frozenset()
     is_followed: bool = True  # else nothing is known of what the loader does
+    # Name -> what is read of that tensor.
+    _views: dict[str, dict[View, None]] = field(default_factory=dict)
 
     def routes(self) -> Iterator[Route]:
         """Go over all copies."""
         for steps in self.steps.values():
             yield from (step for step in steps if isinstance(step, Route))
+
+    def parts(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What is read of a tensor of the update: `tensor` itself, or parts of it."""
+        if name in self.mixed or not self.is_followed:
+            return [tensor]
+        if not self._views:
+            for route in self.routes():
+                self._views.setdefault(route.source, {})[route.source_view.once()] = None
+        return [view.of(tensor) for view in self._views.get(name, ())]
 
     def unfollowed(self) -> frozenset[str]:
         """Full names of the parameters and buffers whose content the steps do not tell."""

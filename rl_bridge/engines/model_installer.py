@@ -24,7 +24,7 @@ from rl_bridge.engines.load_checks import (
     check_taken,
 )
 from rl_bridge.engines.load_plan import Kinds, LoadPlan, kinds_of, learn
-from rl_bridge.engines.shards import Shard, check_covered, shards_of
+from rl_bridge.engines.shards import Shard, check_covered, needs_of, shards_of
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.staging import (
     BESIDE,
@@ -54,6 +54,7 @@ from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.memory.passes import checked_threads
 from rl_bridge.memory.tensors import tensor_key
 from rl_bridge.memory.views import Pin
@@ -100,6 +101,7 @@ class ModelInstaller(TransactionalAdapter):
         self._num_threads = checked_threads(num_threads)
         self._num_ranks = num_ranks
         self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
+        self._needs: tuple[LoadPlan, PartNeeds | None] | None = None  # of the last layout
         self._spares = SpareMemory()
         self._room: Pin | None = None  # where the last copy of the model was
         self.staging = ""
@@ -228,6 +230,18 @@ class ModelInstaller(TransactionalAdapter):
             )
         self._plan, self._evidence = plan, evidence
 
+    def needs(self, manifest: WeightUpdateManifest) -> PartNeeds | None:
+        """The ranges of an update that `prepare` reads; None: all of it.
+
+        Raises:
+            IncompatibleUpdate: the update does not fit, which `prepare` says as well.
+
+        """
+        plan = self._plan_of(manifest, is_here=True)
+        if self._needs is None or self._needs[0] is not plan:
+            self._needs = plan, needs_of(plan, manifest)
+        return self._needs[1]
+
     def shards(self, manifest: WeightUpdateManifest) -> list[Shard]:
         """The parts of tensors that this model takes, of the update that was prepared."""
         assert self._plan is not None
@@ -347,10 +361,11 @@ class ModelInstaller(TransactionalAdapter):
             try:
                 finite = self._stage(plan, tensors, self._staged, evidence)
             except IncompatibleUpdate:
-                check_finite(tensors, plan.taken)  # the engine names a layer, these the tensor
+                # The engine names a layer, these the tensor.
+                check_finite(tensors, plan.taken, plan=plan)
                 check_casts(plan, tensors)
                 raise
-        check_finite(tensors, plan.taken - finite, num_threads=self._num_threads)
+        check_finite(tensors, plan.taken - finite, plan=plan, num_threads=self._num_threads)
         check_casts(plan, tensors)
 
     def _plan_of(self, manifest: WeightUpdateManifest, *, is_here: bool) -> LoadPlan:

@@ -25,6 +25,7 @@ from rl_bridge.errors import TornEngine, WeightBridgeError, WeightUpdateRejected
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle import State
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.memory.views import ImportedTensors
 
 _LOG = logging.getLogger(__name__)
@@ -155,7 +156,8 @@ class EngineRank:
         self.pending, self.stage, self._imports = manifest, Stage.PREPARED, imports
         try:
             if bridge is not None:
-                self._tensors = bridge.import_update(manifest)
+                needs = self._needs(manifest)
+                self._tensors = bridge.import_update(manifest, needs=needs)
                 told = dict(bridge.timings(manifest.update_id))
             imported = time.perf_counter()
             self.installer.prepare(manifest, self._tensors)
@@ -174,6 +176,16 @@ class EngineRank:
         if given and given.get("shards"):
             reply["shards"] = self.shards(manifest)
         return reply
+
+    def _needs(self, manifest: WeightUpdateManifest) -> PartNeeds | None:
+        """What this rank reads of an update; None: all of it."""
+        tell = getattr(self.installer, "needs", None)  # others read each tensor as a whole
+        try:
+            return None if tell is None else tell(manifest)
+        except Exception:  # noqa: BLE001 - logged in full
+            # `prepare` refuses the update for the same reason, when its trainer can be told.
+            _LOG.debug("version %d does not fit", manifest.weight_version, exc_info=True)
+            return None
 
     def shards(self, manifest: WeightUpdateManifest) -> list[list[Any]]:
         """The parts of tensors that this rank takes, of the update that was prepared; as JSON."""

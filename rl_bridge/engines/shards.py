@@ -12,10 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rl_bridge.bridge.consumer import ImportedShare
 from rl_bridge.engines.load_plan import LoadPlan, Route, View, other_than
-from rl_bridge.errors import IncompatibleUpdate, ProofFailed, WeightUpdateRejectedError
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    IncompatibleUpdate,
+    ProofFailed,
+    WeightUpdateRejectedError,
+)
 from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.parts import PartNeeds, leaves_of
 from rl_bridge.memory.passes import BytePlan
 
 # What one pass reads: what must be copied to be read (a slice, a device's memory) stays small.
@@ -48,6 +56,32 @@ def shards_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[Shard]:
         Shard(rows[route.source], route.source_view, route.source in whole)
         for route in shard_routes(plan)
     ]
+
+
+def needs_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> PartNeeds | None:
+    """The ranges of an update that a rank reads; None if it reads all, or has to verify all."""
+    table = manifest.table
+    if not (table.leaves and plan.is_followed):
+        return None
+    whole = [table.rows[name] for name in plan.mixed]
+    leaves = [(row, 0, int(table.leaf_counts[row])) for row in whole]
+    for route in plan.routes():
+        row, view = table.rows[route.source], route.source_view
+        if not view.numel:
+            continue
+        item = DTYPE_NBYTES[table.dtypes[row]]
+        steps = zip(view.shape, view.stride, strict=True)
+        dims = sorted(((n, s * item) for n, s in steps if n > 1 and s), key=_stride, reverse=True)
+        found = leaves_of(dims, view.offset * item, item)
+        leaves += [(row, first, end) for first, end in found]
+    needs = PartNeeds.of(table, leaves) if leaves else None
+    if needs is None or int(needs.nbytes.sum()) == table.total_nbytes:
+        return None
+    return needs
+
+
+def _stride(dim: tuple[int, int]) -> int:
+    return dim[1]
 
 
 def parse_shards(given: object, manifest: WeightUpdateManifest) -> list[Shard]:
@@ -176,3 +210,12 @@ def check_sources(
                 f"{expected.hex()}. The engine was not touched; publish again."
             )
             raise ProofFailed(msg)
+
+
+def verify_again(share: ImportedShare) -> None:
+    """Read an imported share once more."""
+    try:
+        share.verify()
+    except ChecksumMismatch as error:
+        msg = f"it went bad after it was imported, and the engine was not touched: {error}"
+        raise ProofFailed(msg) from error

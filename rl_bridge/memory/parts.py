@@ -23,7 +23,7 @@ from rl_bridge.memory.vm import tensor_at
 _Column = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PartNeeds:
     """The ranges of one part that are read, and those that are verified.
 

@@ -447,6 +447,16 @@ class Attachment:
         self._num_threads = num_threads
         self._arrived: bytes | None = None
 
+    @property
+    def is_digested(self) -> bool:
+        """Whether this side digested the whole arena while it wrote it, and nobody asked yet."""
+        return self._arrived is not None
+
+    @property
+    def num_threads(self) -> int | None:
+        """Threads that digest; None takes the usable cores."""
+        return self._num_threads
+
     def digested(self, arrived: bytes | None) -> None:
         """Note what this side itself digested when it wrote the arena; None where it did not."""
         self._arrived = arrived

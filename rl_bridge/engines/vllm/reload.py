@@ -303,6 +303,9 @@ class VLLMReloadAdapter(ModelInstaller):
                 raise
             return LoadPlan((), taken=frozenset(kinds), is_followed=False)
 
+    def needs(self, manifest: WeightUpdateManifest) -> None:
+        """All of it: vLLM's own loader takes whole tensors."""
+
     def prepare(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
         """Run the engine's loader on a model without memory, and look for memory.
 
