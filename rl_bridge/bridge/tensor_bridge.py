@@ -226,14 +226,11 @@ class TensorBridge:
     # ---- consuming ------------------------------------------------------------------------------
 
     @deferred_interrupts()
-    def import_update(
-        self, manifest: WeightUpdateManifest | str, *, needs: PartNeeds | None = None
-    ) -> Mapping[str, torch.Tensor]:
+    def import_update(self, manifest: WeightUpdateManifest | str) -> Mapping[str, torch.Tensor]:
         """Make an update's tensors readable here and verify every byte against the manifest.
 
         Args:
             manifest: the manifest, or its JSON text.
-            needs: what an engine's rank reads of it, and only that is verified; None: all.
 
         Returns:
             Name -> tensor. With shared-memory they alias the published pages without a copy;
@@ -248,7 +245,26 @@ class TensorBridge:
 
         """
         consumer = self.consumer
-        return consumer.import_update(consumer.resolve_update(manifest), needs=needs)
+        return consumer.import_update(consumer.resolve_update(manifest))
+
+    @deferred_interrupts()
+    def import_share(
+        self, manifest: WeightUpdateManifest, needs: PartNeeds
+    ) -> Mapping[str, torch.Tensor]:
+        """Import what a rank of an engine needs of an update: only that is read and verified.
+
+        Args:
+            manifest: the manifest.
+            needs: the ranges, of the manifest's own layout.
+
+        Returns:
+            Name -> tensor of the whole shape. What lies outside of the ranges is undefined.
+
+        Raises:
+            WeightBridgeError: what `import_update` raises.
+
+        """
+        return self.consumer.import_update(manifest, needs=needs)
 
     @deferred_interrupts()
     def acknowledge(

@@ -157,7 +157,11 @@ class EngineRank:
         try:
             if bridge is not None:
                 needs = self._needs(manifest)
-                self._tensors = bridge.import_update(manifest, needs=needs)
+                self._tensors = (
+                    bridge.import_update(manifest)
+                    if needs is None
+                    else bridge.import_share(manifest, needs)
+                )
                 told = dict(bridge.timings(manifest.update_id))
             imported = time.perf_counter()
             self.installer.prepare(manifest, self._tensors)

@@ -43,7 +43,7 @@ class Pair:
         self.faults.corrupt(self.manifest, self.manifest.tensors[name].offset + nth)
 
     def read(self) -> ImportedShare:
-        found = self.reader.import_update(self.manifest, needs=self.needs)
+        found = self.reader.import_share(self.manifest, self.needs)
         assert isinstance(found, ImportedShare)
         return found
 
@@ -59,7 +59,7 @@ def pair() -> Iterator[Pair]:
 def test_what_is_read_is_what_was_published(transport: str) -> None:
     with make_weight_bridge(transport) as bridge:
         manifest = bridge.publish(TENSORS, weight_version=1)
-        found = bridge.import_update(manifest, needs=needs_of(manifest))
+        found = bridge.import_share(manifest, needs_of(manifest))
         assert torch.equal(found["cut"][FIRST:END], TENSORS["cut"][FIRST:END])
         assert torch.equal(found["whole"], TENSORS["whole"])
         bridge.acknowledge(manifest)

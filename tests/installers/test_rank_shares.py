@@ -1,0 +1,160 @@
+"""A rank of several reads its share of an update, and looks at nothing else of it."""
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+
+from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.engines.model_installer import ModelInstaller
+from rl_bridge.engines.skeleton import EngineCompat
+from rl_bridge.errors import ChecksumMismatch, IncompatibleUpdate, ProofFailed
+from rl_bridge.manifest.digest import LEAF_NBYTES
+from rl_bridge.testing.faults import FaultInjecting
+from rl_bridge.testing.peer import BridgeOver
+from rl_bridge.transports.shared_memory import SharedMemory
+
+RANKS, ROWS, COLUMNS = 2, 8, LEAF_NBYTES // 4
+HALF = ROWS // RANKS
+
+
+class Model(torch.nn.Module):
+    """One rank of two: half of the rows of one tensor, all of another, half of a third's columns.
+
+    A row of the first is one leaf.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        shapes = {"rows": (HALF, COLUMNS), "norm": (COLUMNS,), "columns": (4, COLUMNS // RANKS)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+        self.requires_grad_(False)
+
+    def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in given:
+            mine = getattr(self, name).data
+            dim = {"rows": 0, "columns": 1}.get(name)
+            place = 0 if dim is None else self.rank * mine.shape[dim]
+            mine.copy_(tensor.narrow(dim or 0, place, mine.shape[dim or 0]))
+
+
+def weights(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
+    made = {
+        "rows": torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS),
+        "norm": torch.ones(COLUMNS),
+        "columns": torch.arange(4 * COLUMNS, dtype=torch.float32).view(4, COLUMNS),
+    }
+    return {**made, **changed}
+
+
+class Rank:
+    """A rank and its bridge."""
+
+    def __init__(self, rank: int, bridge: TensorBridge) -> None:
+        self.model = Model(rank)
+        self.installer = ModelInstaller(self.model, EngineCompat(), num_ranks=RANKS)
+        self.bridge = bridge
+
+    def update(self, manifest: WeightUpdateManifest) -> str:
+        needs = self.installer.needs(manifest)
+        assert needs is not None
+        tensors = self.bridge.import_share(manifest, needs)
+        self.installer.prepare(manifest, tensors)
+        self.installer.install(manifest, tensors)
+        root = self.installer.prove().root
+        self.installer.commit()
+        return root
+
+
+@pytest.fixture
+def faults() -> FaultInjecting:
+    return FaultInjecting(SharedMemory())
+
+
+@pytest.fixture
+def trainer(faults: FaultInjecting) -> Iterator[TensorBridge]:
+    with BridgeOver(faults) as bridge:
+        yield bridge
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    with make_weight_bridge("shared-memory") as one, make_weight_bridge("shared-memory") as other:
+        yield [Rank(0, one), Rank(1, other)]
+
+
+def test_each_rank_installs_and_proves_from_its_share_alone(
+    trainer: TensorBridge, ranks: list[Rank]
+) -> None:
+    sent = weights()
+    manifest = trainer.publish(sent, weight_version=1)
+    for place, rank in enumerate(ranks):
+        assert rank.update(manifest) == manifest.root
+        held = rank.model.state_dict()
+        assert torch.equal(held["rows"], sent["rows"][place * HALF :][:HALF])
+        assert torch.equal(held["norm"], sent["norm"])
+        assert torch.equal(held["columns"], sent["columns"].chunk(RANKS, dim=1)[place])
+
+
+def test_a_rank_reads_its_rows_and_not_those_of_the_other(
+    trainer: TensorBridge, ranks: list[Rank]
+) -> None:
+    sent = weights()
+    manifest = trainer.publish(sent, weight_version=1)
+    rows = sent["rows"].nbytes // RANKS
+    for rank in ranks:
+        needs = rank.installer.needs(manifest)
+        assert needs is not None
+        # Columns that are narrower than a leaf share their leaves with the other rank's.
+        assert int(needs.nbytes.sum()) == rows + sent["norm"].nbytes + sent["columns"].nbytes
+        assert rank.installer.needs(manifest) is needs
+
+
+def test_a_byte_that_only_the_other_rank_takes_is_its_own_to_refuse(
+    trainer: TensorBridge, faults: FaultInjecting, ranks: list[Rank]
+) -> None:
+    manifest = trainer.publish(weights(), weight_version=1)
+    faults.corrupt(manifest, manifest.tensors["rows"].offset + HALF * LEAF_NBYTES)
+    assert ranks[0].update(manifest) == manifest.root
+    with pytest.raises(
+        ChecksumMismatch, match=r"'rows' in version 1: bytes 524288 to 1048576 are not"
+    ):
+        ranks[1].update(manifest)
+
+
+def test_a_number_that_is_not_finite_is_refused_by_the_rank_that_takes_it(
+    trainer: TensorBridge, ranks: list[Rank]
+) -> None:
+    rows = weights()["rows"]
+    rows[HALF, 0] = torch.nan
+    manifest = trainer.publish(weights(rows=rows), weight_version=1)
+    assert ranks[0].update(manifest) == manifest.root
+    with pytest.raises(IncompatibleUpdate, match="'rows': 1 of its 262144 numbers are NaN"):
+        ranks[1].update(manifest)
+
+
+def test_bytes_that_went_bad_after_the_import_are_not_installed(
+    trainer: TensorBridge, faults: FaultInjecting, ranks: list[Rank]
+) -> None:
+    rank = ranks[1]
+    manifest = trainer.publish(weights(), weight_version=1)
+    needs = rank.installer.needs(manifest)
+    assert needs is not None
+    tensors = rank.bridge.import_share(manifest, needs)
+    faults.corrupt(manifest, manifest.tensors["rows"].offset + HALF * LEAF_NBYTES + 4)
+    with pytest.raises(ProofFailed, match="went bad after it was imported"):
+        rank.installer.prepare(manifest, tensors)
+    assert not rank.model.state_dict()["rows"].any()
+
+
+def test_a_rank_that_takes_everything_reads_the_update_as_a_whole(trainer: TensorBridge) -> None:
+    manifest = trainer.publish({"weight": torch.ones(3, 4)}, weight_version=1)
+
+    class Whole(torch.nn.Linear):
+        def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> None:
+            self.weight.data.copy_(dict(given)["weight"])
+
+    model = Whole(4, 3, bias=False).requires_grad_(requires_grad=False)
+    assert ModelInstaller(model, EngineCompat()).needs(manifest) is None
