@@ -217,5 +217,8 @@ def verify_again(share: ImportedShare) -> None:
     try:
         share.verify()
     except ChecksumMismatch as error:
-        msg = f"it went bad after it was imported, and the engine was not touched: {error}"
+        msg = (
+            f"a share of the update went bad after it was imported: {error} The engine was not "
+            "touched; publish again."
+        )
         raise ProofFailed(msg) from error
