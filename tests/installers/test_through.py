@@ -238,6 +238,14 @@ def test_the_budget_chooses_and_is_told_both_needs(driver: Driver) -> None:
     del view
 
 
+def test_a_version_beside_one_that_was_written_through_needs_no_copy_of_it(driver: Driver) -> None:
+    driver.update(1)
+    weights = sum(parameter.nbytes for parameter in driver.model.parameters())
+    driver.installer._chosen, driver.installer._budget = None, weights
+    driver.update(2)
+    assert driver.installer.staging == "beside"
+
+
 def test_memory_that_the_machine_does_not_have_just_now_rejects_nothing(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
