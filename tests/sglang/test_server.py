@@ -19,6 +19,7 @@ from rl_bridge import (
 )
 from rl_bridge.engines.sglang.engine_adapter import PauseMode
 from rl_bridge.engines.sglang.loaders import ROUTES, RouteName
+from rl_bridge.engines.staging import Staging
 from rl_bridge.errors import IncompatibleUpdate, SessionRefused
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.sidecars import DEATH, URL
@@ -130,19 +131,22 @@ def running(server: Served, executor: RolloutExecutor) -> list[Request]:
     return begun
 
 
+@pytest.mark.parametrize("staging", ["beside", "through"])
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
 def test_a_running_request_tells_which_tokens_come_from_which_version(
-    pause: PauseMode, alternating: Alternating
+    pause: PauseMode, staging: Staging, alternating: Alternating
 ) -> None:
     server = alternating.server
     cache = "flush" if pause == "retract" else "keep"
     before = server.label()
     with executor_for(
-        server.url, serving={"pause": pause, "cache": cache}, api_key=KEY
+        server.url, serving={"pause": pause, "cache": cache}, api_key=KEY, staging=staging
     ) as executor:
         requests = running(server, executor)
         label = alternating.update(executor)
         spans = requests[0].output()["meta_info"]["weight_versions"]
+        assert executor.last_ack is not None
+        assert executor.last_ack.proof.staging == staging
     assert [span["version"] for span in spans] == [before, label]
     assert spans[0]["start"] == 0
     assert spans[0]["end"] == spans[1]["start"]
@@ -150,13 +154,19 @@ def test_a_running_request_tells_which_tokens_come_from_which_version(
     alternating.check()
 
 
+@pytest.mark.parametrize("updates", [0, 1], ids=["the first", "later"])
+@pytest.mark.parametrize("staging", ["beside", "through"])
 def test_a_cache_that_live_requests_hold_refuses_the_update_and_all_goes_back(
-    alternating: Alternating,
+    staging: Staging, updates: int, alternating: Alternating
 ) -> None:
     """SGLang reports a failure then, although the weights have changed."""
     server = alternating.server
-    before = server.label()
-    with executor_for(server.url, serving={"pause": "in_place"}, api_key=KEY) as executor:
+    with executor_for(
+        server.url, serving={"pause": "in_place"}, api_key=KEY, staging=staging
+    ) as executor:
+        for _ in range(updates):  # which an undo may write once more, instead of a copy
+            alternating.update(executor)
+        before = server.label()
         requests = running(server, executor)
         with pytest.raises(WeightUpdateRejectedError, match="could not be dropped"):
             executor.update_weights(alternating.trainer.publish(alternating.next()))
