@@ -109,8 +109,7 @@ class Evidence:
 
     def seal(self, tensors: Mapping[str, torch.Tensor], staged: Staged | None) -> None:
         """Look at what expectations were made of, and note what the engine made of parameters."""
-        made_of = {route.source for route, _ in self._expected}
-        made_of.update(step.source for index in self._borrowed for step in self._routes(index))
+        made_of = {route.source for route, _ in self._expected} | self._lent()
         threads = self._num_threads
         if made_of and isinstance(tensors, ImportedShare):
             verify_again(tensors)
@@ -130,7 +129,18 @@ class Evidence:
             if digest != before:
                 raise ProofFailed(_text(name, "what was made before", digest, before))
 
+    def _lent(self) -> set[str]:
+        """Names of the tensors that were packed right out of the update's own memory."""
+        return {step.source for index in self._borrowed for step in self._routes(index)}
+
     # ---- after it -------------------------------------------------------------------------------
+
+    def check_lent(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Look once more at what was packed right out of `tensors`: the pack cannot be read.
+
+        What is good now was good when it was packed.
+        """
+        check_sources(self._manifest, tensors, sorted(self._lent()), num_threads=self._num_threads)
 
     def check(self, staged: Staged | None) -> InstallProof:
         """Read what the engine holds."""

@@ -289,7 +289,7 @@ class ModelInstaller(TransactionalAdapter):
             msg = "nothing was installed that could be proven. Call install first."
             raise ProofFailed(msg)
         written = self._written
-        proof = self._evidence.check(self._staged if written is None else written.staged())
+        proof = self._evidence.check(self._staged) if written is None else written.check()
         self._untouched.check()
         self._check_model()  # a step of the model may have made a copy since
         return replace(proof, staging=self.staging)
@@ -467,7 +467,7 @@ class ModelInstaller(TransactionalAdapter):
             if name in self._begun:
                 before.layers[name] = self._write(before, layer)
         try:
-            before.evidence.check(before.staged())
+            before.check()
         except ProofFailed as error:
             version = before.manifest.weight_version
             msg = (

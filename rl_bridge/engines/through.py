@@ -17,6 +17,7 @@ from rl_bridge.engines.evidence import Evidence
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.skeleton import Target
 from rl_bridge.engines.staging import Staged, TensorChange, assemble
+from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.views import ImportedTensors, Pin
 
@@ -86,6 +87,17 @@ class Written:
         for layer in self.layers.values():
             every.extend(layer)
         return every
+
+    def check(self) -> InstallProof:
+        """Read what the engine holds of it, and what was packed right out of its tensors.
+
+        Raises:
+            ProofFailed: either is not what was published.
+
+        """
+        proof = self.evidence.check(self.staged())
+        self.evidence.check_lent(self.tensors)
+        return proof
 
     def refresh(self) -> None:
         """Drop what somebody in this process wrote into his view of its tensors."""

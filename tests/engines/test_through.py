@@ -13,7 +13,7 @@ from rl_bridge import RolloutExecutor, WeightUpdateRejectedError, make_weight_br
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.through import layers_of
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
-from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from tests.engines.drive import Setting, executor_for, model_of
 from tests.engines.engines import Bench, bench
 from tests.engines.faults import plant, uproot
@@ -99,6 +99,45 @@ def test_requests_go_on_over_an_update(engine: Bench) -> None:
         engine.update()
         assert len(engine.finish(ids)) == len(ids)
         engine.check("behind requests")
+
+
+# ---- proof --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("goes_bad", ["the next version", "the one before"])
+def test_a_weight_that_goes_bad_before_it_is_packed_is_not_proven(
+    engine: Bench, goes_bad: str
+) -> None:
+    """A pack cannot be read: what it was made of is."""
+    model, config = model_of(engine.llm), engine.llm.llm_engine.vllm_config
+    installer = VLLMModelInstaller(model, config, staging="through")
+    with make_weight_bridge("local-clone") as bridge:
+        first = bridge.publish(engine.next(), weight_version=1)
+        before = bridge.import_update(first)
+        installer.prepare(first, before)
+        lent = sorted(installer._evidence._lent())  # type: ignore[union-attr]
+        installer.install(first, before)
+        installer.prove()
+        installer.commit()
+        engine.holds = 1 - engine.holds
+        manifest = bridge.publish(engine.next(), weight_version=2)
+        tensors = bridge.import_update(manifest)
+        installer.prepare(manifest, tensors)
+        if not lent:
+            pytest.skip("nothing of this model is packed right out of an update")
+        changed = (tensors if goes_bad == "the next version" else before)[lent[-1]].view(-1)
+        kept = changed.clone()
+        changed[3] += 1
+        installer.install(manifest, tensors)
+        if goes_bad == "the next version":
+            with pytest.raises(ProofFailed, match=f"tensor '{lent[-1]}' went bad"):
+                installer.prove()
+        else:
+            with pytest.raises(TornEngine, match=f"tensor '{lent[-1]}' went bad"):
+                installer.undo()
+            changed.copy_(kept)
+        installer.undo()
+    engine.check("undone")
 
 
 # ---- memory -------------------------------------------------------------------------------------

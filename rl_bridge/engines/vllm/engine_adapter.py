@@ -90,8 +90,9 @@ class VLLMEngineAdapter(EngineDriver):
                 exchanges them. ``through`` writes it into the memory that serves, layer by layer,
                 while requests wait: where weights have no room twice. None takes ``beside`` where
                 there is room. ``reload`` lets vLLM reload the model, with a copy to go back to: for
-                quantized models and others that are refused without it. What cannot be read back
-                makes the proof ``unproven``. Requests wait for all of it; vLLM's loader casts.
+                quantized models and others that are refused without it. A layer that cannot
+                be read back makes the proof ``unproven``. Requests wait for all of it; vLLM's
+                loader casts.
             memory_budget_nbytes: what staging, or the copy that an undo needs, may take on each
                 rank; None takes what there is.
             transports: name of a transport -> options of the ranks' bridges, such as
