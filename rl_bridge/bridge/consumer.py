@@ -343,10 +343,13 @@ class Consumer:
         """Make an update's tensors readable here and verify every byte. See `TensorBridge`.
 
         With `reads` False, the caller has them verified elsewhere and then takes `Event.VERIFY`.
-        With `needs`, which must be of the same layout, only these ranges are read and verified.
+        With `needs`, which must be of the same layout, only these ranges are read and verified,
+        unless the bytes arrive on a device, where they are digested as a whole.
         """
         with self.turn(), self.end.in_one_go():
             self.check_open()
+            if needs is not None and self.end.place is not CPU_PLACE:
+                needs = None
             if manifest.transport != self._transport_name:
                 require_transport(manifest, self._transport_name)
             known = self._updates.get(manifest.update_id)
@@ -371,7 +374,9 @@ class Consumer:
         record.needs = needs
         try:
             start = time.perf_counter()
-            attachment = record.attachment = self._attach(manifest, needs)
+            attachment = record.attachment = (
+                self.end.attach(manifest) if needs is None else self._attach_part(manifest, needs)
+            )
             record.timings_ms["attach"] = (time.perf_counter() - start) * 1e3
             record.lifecycle.fire(Event.IMPORT)
             if not reads and _sealed_header(attachment) == manifest.header_digest:
@@ -384,9 +389,7 @@ class Consumer:
         self._report(record)
         return _tensors_of(manifest, attachment, needs)
 
-    def _attach(self, manifest: WeightUpdateManifest, needs: PartNeeds | None) -> Attachment:
-        if needs is None:
-            return self.end.attach(manifest)
+    def _attach_part(self, manifest: WeightUpdateManifest, needs: PartNeeds) -> Attachment:
         request = PartRequest(manifest=manifest, starts=needs.read_starts, nbytes=needs.read_nbytes)
         return self.end.attach_parts([request])[0]
 
@@ -410,7 +413,11 @@ class Consumer:
         except ChecksumMismatch as error:
             if attachment.tensors.pin.view is None:
                 # What differs was written here, over this process's own copy: that is its user's.
-                attachment = known.attachment = self._attach(manifest, needs)
+                attachment = known.attachment = (
+                    self.end.attach(manifest)
+                    if needs is None
+                    else self._attach_part(manifest, needs)
+                )
                 self._verify(manifest, known, attachment)
             else:
                 if Event.REJECT in known.lifecycle.moves:  # else an engine holds it already
@@ -425,7 +432,14 @@ class Consumer:
         if record.needs is None or attachment.is_digested:
             _require_bytes(manifest, attachment)
         else:
-            _require_part(manifest, attachment, record.needs)
+            try:
+                _require_part(manifest, attachment, record.needs)
+            except ChecksumMismatch:
+                pin = attachment.tensors.pin
+                if pin.view is None or not pin.view.refresh(pin.address, pin.nbytes):
+                    raise
+                # What differed may be pages that this process wrote to in an earlier version.
+                _require_part(manifest, attachment, record.needs)
         require_header(manifest, attachment, binds_header=self._binds_header)
         record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
 

@@ -27,7 +27,6 @@ from rl_bridge.lifecycle import STATUS, Observer, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.trainers.state_dict import Source
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import transport_class
@@ -246,25 +245,6 @@ class TensorBridge:
         """
         consumer = self.consumer
         return consumer.import_update(consumer.resolve_update(manifest))
-
-    @deferred_interrupts()
-    def import_share(
-        self, manifest: WeightUpdateManifest, needs: PartNeeds
-    ) -> Mapping[str, torch.Tensor]:
-        """Import what a rank of an engine needs of an update: only that is read and verified.
-
-        Args:
-            manifest: the manifest.
-            needs: the ranges, of the manifest's own layout.
-
-        Returns:
-            Name -> tensor of the whole shape. What lies outside of the ranges is undefined.
-
-        Raises:
-            WeightBridgeError: what `import_update` raises.
-
-        """
-        return self.consumer.import_update(manifest, needs=needs)
 
     @deferred_interrupts()
     def acknowledge(

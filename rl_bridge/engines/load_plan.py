@@ -138,7 +138,7 @@ class LoadPlan:
             yield from (step for step in steps if isinstance(step, Route))
 
     def parts(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What is read of a tensor of the update: `tensor` itself, or parts of it."""
+        """The parts of a tensor of the update that the plan reads: `tensor` itself, or views."""
         if name in self.mixed or not self.is_followed:
             return [tensor]
         if not self._views:

@@ -157,11 +157,7 @@ class EngineRank:
         try:
             if bridge is not None:
                 needs = self._needs(manifest)
-                self._tensors = (
-                    bridge.import_update(manifest)
-                    if needs is None
-                    else bridge.import_share(manifest, needs)
-                )
+                self._tensors = bridge.consumer.import_update(manifest, needs=needs)
                 told = dict(bridge.timings(manifest.update_id))
             imported = time.perf_counter()
             self.installer.prepare(manifest, self._tensors)
@@ -182,7 +178,7 @@ class EngineRank:
         return reply
 
     def _needs(self, manifest: WeightUpdateManifest) -> PartNeeds | None:
-        """What this rank reads of an update; None: all of it."""
+        """The ranges of an update that this rank reads; None: all of it."""
         tell = getattr(self.installer, "needs", None)  # others read each tensor as a whole
         try:
             return None if tell is None else tell(manifest)

@@ -207,7 +207,7 @@ def check_sources(
         if digest != expected:
             msg = (
                 f"tensor {name!r} went bad after it was imported: digest {digest.hex()}, expected "
-                f"{expected.hex()}. The engine was not touched; publish again."
+                f"{expected.hex()}. It is not installed; publish again."
             )
             raise ProofFailed(msg)
 
@@ -218,7 +218,7 @@ def verify_again(share: ImportedShare) -> None:
         share.verify()
     except ChecksumMismatch as error:
         msg = (
-            f"a share of the update went bad after it was imported: {error} The engine was not "
-            "touched; publish again."
+            f"a share of the update went bad after it was imported: {error} It is not "
+            "installed; publish again."
         )
         raise ProofFailed(msg) from error

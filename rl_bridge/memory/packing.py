@@ -171,6 +171,7 @@ class PackPlan:
         self.table = WeightUpdateManifest.known_layouts.add(table)
         column = self.table.nbytes_column
         self._leaf_plan = LeafPlan(column) if self.table.leaves else None
+        self._leaves_offset = self.table.leaves_offset
         self.byte_plan = self._place.plan(column) if self._leaf_plan is None else self._leaf_plan
         self._names = tuple(tensors)
         position = {name: index for index, name in enumerate(self._names)}
@@ -226,7 +227,7 @@ class PackPlan:
                 sources[row] = targets[row]
         digests = self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
         self._note_leaves()
-        self.write_leaves(address + self.table.leaves_offset)
+        self.write_leaves(address + self._leaves_offset)
         return digests
 
     def digest_in_place(

@@ -209,6 +209,11 @@ class ConsumerEnd(ABC):
 
     lands: ClassVar[bool] = False
 
+    @property
+    def place(self) -> Place:
+        """Where bytes arrive that a publisher has on the CPU."""
+        return CPU_PLACE
+
     @abstractmethod
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         """Make an update's bytes readable here, and lease them.

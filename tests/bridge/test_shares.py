@@ -43,7 +43,7 @@ class Pair:
         self.faults.corrupt(self.manifest, self.manifest.tensors[name].offset + nth)
 
     def read(self) -> ImportedShare:
-        found = self.reader.import_share(self.manifest, self.needs)
+        found = self.reader.consumer.import_update(self.manifest, needs=self.needs)
         assert isinstance(found, ImportedShare)
         return found
 
@@ -59,7 +59,7 @@ def pair() -> Iterator[Pair]:
 def test_what_is_read_is_what_was_published(transport: str) -> None:
     with make_weight_bridge(transport) as bridge:
         manifest = bridge.publish(TENSORS, weight_version=1)
-        found = bridge.import_share(manifest, needs_of(manifest))
+        found = bridge.consumer.import_update(manifest, needs=needs_of(manifest))
         assert torch.equal(found["cut"][FIRST:END], TENSORS["cut"][FIRST:END])
         assert torch.equal(found["whole"], TENSORS["whole"])
         bridge.acknowledge(manifest)
@@ -120,3 +120,17 @@ def test_its_memory_is_given_back(pair: Pair) -> None:
     assert pair.trainer.holders(pair.manifest)[0].tensors_held
     share.forget()
     assert not pair.trainer.holders(pair.manifest)[0].tensors_held
+
+
+def test_what_a_reader_wrote_into_an_earlier_version_decides_nothing(pair: Pair) -> None:
+    slots = set()
+    for version in range(2, 8):  # until a slot comes again
+        pair.manifest = pair.trainer.publish(TENSORS, weight_version=version)
+        slots.add(str(pair.manifest.handle["slot"]))
+        share = pair.read()
+        assert torch.equal(share["cut"][FIRST:END], TENSORS["cut"][FIRST:END])
+        share["cut"][FIRST:END].zero_()
+        pair.reader.release_imported(pair.manifest)
+        share.forget()
+        pair.trainer.release(pair.manifest)
+    assert len(slots) < version - 1

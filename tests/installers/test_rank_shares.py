@@ -60,7 +60,7 @@ class Rank:
     def update(self, manifest: WeightUpdateManifest) -> str:
         needs = self.installer.needs(manifest)
         assert needs is not None
-        tensors = self.bridge.import_share(manifest, needs)
+        tensors = self.bridge.consumer.import_update(manifest, needs=needs)
         self.installer.prepare(manifest, tensors)
         self.installer.install(manifest, tensors)
         root = self.installer.prove().root
@@ -142,7 +142,7 @@ def test_bytes_that_went_bad_after_the_import_are_not_installed(
     manifest = trainer.publish(weights(), weight_version=1)
     needs = rank.installer.needs(manifest)
     assert needs is not None
-    tensors = rank.bridge.import_share(manifest, needs)
+    tensors = rank.bridge.consumer.import_update(manifest, needs=needs)
     faults.corrupt(manifest, manifest.tensors["rows"].offset + HALF * LEAF_NBYTES + 4)
     with pytest.raises(ProofFailed, match="went bad after it was imported"):
         rank.installer.prepare(manifest, tensors)

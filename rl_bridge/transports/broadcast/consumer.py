@@ -13,6 +13,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
+from rl_bridge.memory.places import Place
 from rl_bridge.memory.views import Attachment
 from rl_bridge.transports.base import ConsumerEnd
 from rl_bridge.transports.broadcast.client import ControlClient
@@ -59,6 +60,11 @@ class BroadcastConsumer(ConsumerEnd):
         self._finalizer = weakref.finalize(self, _end, os.getpid(), self._clients)
         if init_info is not None:
             self._client(init_info, is_observer=False)
+
+    @property
+    def place(self) -> Place:
+        """See `ConsumerEnd`."""
+        return self._make_arenas().place
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         """Fetch a version, joining its publisher's group if need be, and lease it."""

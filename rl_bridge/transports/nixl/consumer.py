@@ -27,6 +27,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
+from rl_bridge.memory.places import Place
 from rl_bridge.memory.slots import ARRIVING, Slot
 from rl_bridge.memory.views import Attachment
 from rl_bridge.transports.base import ConsumerEnd, Landed, Landing, PartRequest
@@ -187,6 +188,11 @@ class NIXLConsumer(ConsumerEnd):
         return self._retried(manifest.update_id, ask)
 
     # ---- attaching ------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> Place:
+        """See `ConsumerEnd`."""
+        return self._make_arenas().place
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         """Read a version, unless it is here already, and lease it."""

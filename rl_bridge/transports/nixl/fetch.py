@@ -305,7 +305,9 @@ class Job:
                 "releasing it (in_place). Release before the weights change, and publish again."
             )
         if self.request.starts is not None:
-            made = arrivals.attach_part(slot, manifest.update_id, table, header=header)
+            made = arrivals.attach_part(
+                slot, manifest.update_id, table, header=header, num_threads=num_threads
+            )
             self.slot = None
             return made
         arrival = Arrival(

@@ -329,7 +329,13 @@ class Arrivals:
             return made
 
     def attach_part(
-        self, slot: Slot, update_id: str, table: TensorTable, *, header: bytes | None
+        self,
+        slot: Slot,
+        update_id: str,
+        table: TensorTable,
+        *,
+        header: bytes | None,
+        num_threads: int | None,
     ) -> Attachment:
         """Lease a version of which only some ranges arrived; `find` does not return it.
 
@@ -343,7 +349,7 @@ class Arrivals:
                 pin = self._arenas.pin(slot, update_id, table.arena_nbytes)
             finally:
                 slot.update_id = None
-            return Attachment(table, pin, self._pass(table))
+            return Attachment(table, pin, self._pass(table), num_threads=num_threads)
 
     def _pass(self, table: TensorTable) -> Pass:
         """Make the pass that reads versions of a layout, once."""
