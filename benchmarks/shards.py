@@ -1,0 +1,157 @@
+"""Measures what the ranks of an engine read: `python benchmarks/shards.py [--quick] [--out FILE]`.
+
+Of one layer of Qwen2-7B's shape, the bytes that each rank of 2, 4 and 8 asks a transport for,
+beside those that it takes: planned as every import plans them, nothing is sent. README.md beside
+this file says how each figure comes about.
+"""
+
+import datetime as dt
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from _lib.environment import collect_environment
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from rl_bridge import WeightUpdateManifest, make_weight_bridge
+from rl_bridge.engines import EngineCompat, ModelInstaller
+
+__all__ = ["main"]
+
+_OUT = Path(__file__).resolve().parent / "results" / "shards.json"
+_AIMS = {2: 1.05, 4: 1.1, 8: 1.1}
+
+
+# ---- what is read of a layer ---------------------------------------------------------------------
+
+
+class _Cut(NamedTuple):
+    """A tensor of a checkpoint, and how ranks cut it."""
+
+    shape: tuple[int, ...]
+    dim: int | None  # None: each rank takes all of it
+    least: int = 1  # rows of a part that are not cut any more: of a head
+
+    def part(self, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        """What one of the ranks takes."""
+        if self.dim is None:
+            return tensor
+        size = max(self.shape[self.dim] // ranks, self.least)
+        heads = self.shape[self.dim] // size
+        return tensor.narrow(self.dim, rank * heads // ranks * size, size)
+
+
+def _layer(hidden: int, inner: int, pairs: int, head: int) -> dict[str, _Cut]:
+    """A layer as Qwen2 has it: name -> its cut by tensor parallelism."""
+    return {
+        "input_layernorm.weight": _Cut((hidden,), None),
+        "self_attn.q_proj.weight": _Cut((hidden, hidden), 0, head),
+        "self_attn.q_proj.bias": _Cut((hidden,), 0, head),
+        "self_attn.k_proj.weight": _Cut((pairs, hidden), 0, head),
+        "self_attn.k_proj.bias": _Cut((pairs,), 0, head),
+        "self_attn.v_proj.weight": _Cut((pairs, hidden), 0, head),
+        "self_attn.v_proj.bias": _Cut((pairs,), 0, head),
+        "self_attn.o_proj.weight": _Cut((hidden, hidden), 1),
+        "post_attention_layernorm.weight": _Cut((hidden,), None),
+        "mlp.gate_proj.weight": _Cut((inner, hidden), 0),
+        "mlp.up_proj.weight": _Cut((inner, hidden), 0),
+        "mlp.down_proj.weight": _Cut((hidden, inner), 1),
+    }
+
+
+class _Rank(torch.nn.Module):
+    """One rank's part of a layer, with the loader of an engine."""
+
+    def __init__(self, cuts: dict[str, _Cut], rank: int, ranks: int) -> None:
+        super().__init__()
+        self.cuts, self.rank, self.ranks = cuts, rank, ranks
+        self.held = torch.nn.ParameterDict()
+        for name, cut in cuts.items():
+            whole = torch.empty(cut.shape, dtype=torch.bfloat16, device="meta")
+            part = torch.empty(cut.part(whole, rank, ranks).shape, dtype=torch.bfloat16)
+            self.held[name.replace(".", "/")] = torch.nn.Parameter(part, requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put this rank's part of each tensor into its place."""
+        for name, tensor in weights:
+            part = self.cuts[name].part(tensor, self.rank, self.ranks)
+            self.held[name.replace(".", "/")].data.copy_(part)
+
+
+def _bytes_read(manifest: WeightUpdateManifest, cuts: dict[str, _Cut], ranks: int) -> Any:
+    """What each of the ranks takes, and asks for."""
+    found: dict[str, list[Any]] = {"share_nbytes": [], "read_nbytes": [], "read_ranges": []}
+    for rank in range(ranks):
+        model = _Rank(cuts, rank, ranks)
+        found["share_nbytes"].append(sum(one.nbytes for one in model.parameters()))
+        needs = ModelInstaller(model, EngineCompat(), num_ranks=ranks).needs(manifest)
+        whole = manifest.table.arena_nbytes
+        read = whole if needs is None else int(needs.read_nbytes.sum())
+        found["read_nbytes"].append(read)
+        found["read_ranges"].append(1 if needs is None else len(needs.read_starts))
+    pairs = zip(found["read_nbytes"], found["share_nbytes"], strict=True)
+    return {**found, "read_vs_share": max(read / share for read, share in pairs)}
+
+
+def _plan(*, quick: bool, console: Console) -> dict[str, Any]:
+    """The bytes that ranks read of one layer, relative to their shares."""
+    # (Of few columns a leaf holds many rows: what is read beyond a share depends on it.)
+    sizes = (896, 4864, 256, 64) if quick else (3584, 18944, 512, 128)
+    cuts = _layer(*sizes)
+    weights = {name: torch.zeros(cut.shape, dtype=torch.bfloat16) for name, cut in cuts.items()}
+    with make_weight_bridge("shared-memory", source_worker="trainer") as trainer:
+        manifest = trainer.publish(weights, weight_version=1)
+        by_ranks = {
+            str(ranks): _bytes_read(manifest, cuts, ranks)
+            for ranks in track(_AIMS, "plans", console=console)
+        }
+    return {
+        "shape": dict(zip(("hidden", "inner", "pairs", "head"), sizes, strict=True)),
+        "layer_nbytes": manifest.table.total_nbytes,
+        "leaf_list_nbytes": manifest.table.leaves_nbytes,
+        "by_ranks": by_ranks,
+    }
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="A small layer.")] = False,  # noqa: FBT002 - a flag
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where the samples go.")] = _OUT,
+) -> None:
+    """Measure what ranks read of an update, relative to what they take of it."""
+    console = Console()
+    began = dt.datetime.now(dt.UTC)
+    environment = collect_environment()  # (with the load that others make, before ours)
+    plan = _plan(quick=quick, console=console)
+    ratios = {
+        f"read_vs_share_tp{ranks}": found["read_vs_share"]
+        for ranks, found in plan["by_ranks"].items()
+    }
+    aims = {f"read_vs_share_tp{ranks}": aim for ranks, aim in _AIMS.items()}
+    document = {
+        "format": 1,
+        "began": began.isoformat(timespec="seconds"),
+        "environment": environment,
+        "quick": quick,
+        "aims": aims,
+        "ratios": ratios,
+        "plan": plan,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    table = Table("figure", "value", "aim", title="what ranks read")
+    for name, value in ratios.items():
+        table.add_row(name, f"{value:.3f}", f"{aims[name]}")
+    console.print(table)
+    console.print(f"all samples are in {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
