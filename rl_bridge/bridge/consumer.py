@@ -326,7 +326,11 @@ class Consumer:
     # ---- importing ------------------------------------------------------------------------------
 
     def resolve_update(
-        self, given: object, *, caller: str = "import_update"
+        self,
+        given: object,
+        *,
+        caller: str = "import_update",
+        reads: bool = True,  # noqa: ARG002 - for consumers that make an update of what they read
     ) -> WeightUpdateManifest:
         """The manifest that `given` is: an object, or its JSON text."""
         if isinstance(given, str):
@@ -388,6 +392,15 @@ class Consumer:
             raise
         self._report(record)
         return _tensors_of(manifest, attachment, needs)
+
+    def note_import(self, manifest: WeightUpdateManifest) -> None:
+        """Begin with an update that is imported elsewhere: nothing of it is attached here."""
+        with self.turn():
+            self.check_open()
+            self._check_acceptable(manifest, self._updates.get(manifest.update_id))
+            record = self._announce(manifest.update_id, manifest)
+            record.lifecycle.fire(Event.IMPORT)
+            self._report(record)
 
     def _attach_part(self, manifest: WeightUpdateManifest, needs: PartNeeds) -> Attachment:
         request = PartRequest(manifest=manifest, starts=needs.read_starts, nbytes=needs.read_nbytes)
@@ -711,9 +724,10 @@ class PlainConsumer:
         """End the claim of `owner`."""
 
     def resolve_update(
-        self, given: object, *, caller: str = "import_update"
+        self, given: object, *, caller: str = "import_update", reads: bool = True
     ) -> WeightUpdateManifest:
         """See `Consumer.resolve_update`."""
+        del reads
         return as_manifest(given, caller=caller)
 
     def import_update(

@@ -153,7 +153,8 @@ class RolloutExecutor:
         """A new update, behind whatever came before it."""
         engine = self._engine
         consumer = engine.consumer
-        manifest = consumer.resolve_update(given, caller=caller)
+        reads = not engine.adapter.imports_itself
+        manifest = consumer.resolve_update(given, caller=caller, reads=reads)
         self._give_up_pending()
         name = f"version {manifest.weight_version} (update {manifest.update_id})"
         if manifest.update_id == engine.update_id:

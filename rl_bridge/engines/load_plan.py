@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 from rl_bridge.engines.skeleton import EngineCompat, Skeleton, Target
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.installers.engine_memory import prefix_hint
+from rl_bridge.manifest.coverage import Box, box_of
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import row_major_stride
 
 _SHOWN = 5
 # A tensor without memory has no number for `item()`. It answers with this and its own position, so
@@ -75,6 +77,33 @@ class View:
         shape = (1 if step == 0 else dim for dim, step in zip(self.shape, self.stride, strict=True))
         return View(tuple(shape), self.stride, self.offset)
 
+    def box(self, shape: Sequence[int]) -> Box:
+        """The smallest box that holds this part of a tensor of `shape`.
+
+        All of the tensor, if the part goes on in the next row where a row ends.
+        """
+        strides = row_major_stride(shape)
+        low = _digits(self.offset, strides)
+        last = list(low)
+        for size, step in zip(self.shape, self.stride, strict=True):
+            for dim, digit in enumerate(_digits(step, strides)):
+                last[dim] += (size - 1) * digit
+        if any(index >= size for index, size in zip(last, shape, strict=True)):
+            return box_of((0,) * len(shape), shape)
+        return tuple(low), tuple(index + 1 for index in last)
+
+    def within(self, box: Box, shape: Sequence[int]) -> "View":
+        """The same elements as a part of what `box`, which holds them, cuts out of the tensor."""
+        strides = row_major_stride(shape)
+        inner = row_major_stride([b - a for a, b in zip(*box, strict=True)])
+
+        def moved(offset: int, low: Sequence[int]) -> int:
+            digits = _digits(offset, strides)
+            return sum((d - a) * s for d, a, s in zip(digits, low, inner, strict=True))
+
+        steps = tuple(moved(step, (0,) * len(shape)) for step in self.stride)
+        return View(self.shape, steps, moved(self.offset, box[0]))
+
     @property
     def numel(self) -> int:
         """Count its elements."""
@@ -89,6 +118,15 @@ class View:
                 return False
             expected *= dim
         return True
+
+
+def _digits(offset: int, strides: Sequence[int]) -> list[int]:
+    """How far an offset in elements leads in each dimension of a tensor that lies in rows."""
+    digits = []
+    for stride in strides:
+        digit, offset = divmod(offset, stride)
+        digits.append(digit)
+    return digits
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from rl_bridge.engines.load_checks import (
     check_taken,
 )
 from rl_bridge.engines.load_plan import Kinds, LoadPlan, kinds_of, learn
-from rl_bridge.engines.shards import Shard, check_covered, needs_of, shards_of
+from rl_bridge.engines.shards import Shard, check_covered, needs_of, shards_of, share_of
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.staging import (
     BESIDE,
@@ -51,8 +51,10 @@ from rl_bridge.engines.through import (
     write_parameters,
 )
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
+from rl_bridge.groups.wanted import WantedLayout
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.memory.passes import checked_threads
@@ -101,7 +103,8 @@ class ModelInstaller(TransactionalAdapter):
         self._num_threads = checked_threads(num_threads)
         self._num_ranks = num_ranks
         self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
-        self._needs: tuple[LoadPlan, PartNeeds | None] | None = None  # of the last layout
+        # Of the last layout: what is read of it.
+        self._needs: tuple[LoadPlan, PartNeeds | WantedLayout | None] | None = None
         self._spares = SpareMemory()
         self._room: Pin | None = None  # where the last copy of the model was
         self.staging = ""
@@ -230,22 +233,37 @@ class ModelInstaller(TransactionalAdapter):
             )
         self._plan, self._evidence = plan, evidence
 
-    def needs(self, manifest: WeightUpdateManifest) -> PartNeeds | None:
+    def needs(self, manifest: WeightUpdateManifest) -> PartNeeds | WantedLayout | None:
         """The ranges of an update that `prepare` reads; None: all of it.
+
+        Of a group they are boxes of its whole tensors. `prepare` then takes these boxes instead of
+        the whole tensors, and the manifest of what was assembled.
 
         Raises:
             IncompatibleUpdate: the update does not fit, which `prepare` says as well.
 
         """
         plan = self._plan_of(manifest, is_here=True)
+        if isinstance(manifest, GroupManifest):
+            check_taken(plan, manifest)
         if self._needs is None or self._needs[0] is not plan:
-            self._needs = plan, needs_of(plan, manifest)
+            self._needs = plan, self._needed(plan, manifest)
         return self._needs[1]
 
+    def _needed(
+        self, plan: LoadPlan, manifest: WeightUpdateManifest
+    ) -> PartNeeds | WantedLayout | None:
+        if not isinstance(manifest, GroupManifest):
+            return needs_of(plan, manifest)
+        share = share_of(plan, manifest)
+        if share.table.digest == manifest.table.digest:
+            return None
+        self._plans[share.table.digest] = share.plan
+        return share.wanted
+
     def shards(self, manifest: WeightUpdateManifest) -> list[Shard]:
-        """The parts of tensors that this model takes, of the update that was prepared."""
-        assert self._plan is not None
-        return shards_of(self._plan, manifest)
+        """The parts of an update's tensors that this model takes."""
+        return shards_of(self._plan_of(manifest, is_here=True), manifest)
 
     def expect(self, parts: Sequence[bytes]) -> None:
         """Note what `shards` must hold, where the update was not imported here."""

@@ -12,6 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -22,6 +23,7 @@ from rl_bridge.engines.rank_bridges import EngineBridges
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, Reply, clear_frames, failure_reply
 from rl_bridge.engines.session import Session
 from rl_bridge.errors import TornEngine, WeightBridgeError, WeightUpdateRejectedError, describe
+from rl_bridge.groups.wanted import WantedLayout
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle import State
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -89,6 +91,8 @@ class EngineRank:
         """The update that is staged or installed, and not committed."""
         self.stage = Stage.IDLE
         self._imports = True
+        # What was imported of it: the update itself, or what was assembled of a group's parts.
+        self._imported: WeightUpdateManifest | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._proof: InstallProof | None = None
         self._timings_ms: dict[str, float] = {}
@@ -154,13 +158,14 @@ class EngineRank:
         bridge = self._bridges.of(manifest, self.host.group.rank) if imports else None
         start, told = time.perf_counter(), dict[str, float]()
         self.pending, self.stage, self._imports = manifest, Stage.PREPARED, imports
+        self._imported = manifest
         try:
             if bridge is not None:
-                needs = self._needs(manifest)
-                self._tensors = bridge.consumer.import_update(manifest, needs=needs)
+                needs, rank = self._needs(manifest), self.host.group.rank
+                self._imported, self._tensors = self._bridges.bring(manifest, rank, needs)
                 told = dict(bridge.timings(manifest.update_id))
             imported = time.perf_counter()
-            self.installer.prepare(manifest, self._tensors)
+            self.installer.prepare(self._imported, self._tensors)
         except BaseException as error:
             self._end(None if is_shortage(error) else describe(error))
             raise
@@ -177,7 +182,7 @@ class EngineRank:
             reply["shards"] = self.shards(manifest)
         return reply
 
-    def _needs(self, manifest: WeightUpdateManifest) -> PartNeeds | None:
+    def _needs(self, manifest: WeightUpdateManifest) -> PartNeeds | WantedLayout | None:
         """The ranges of an update that this rank reads; None: all of it."""
         tell = getattr(self.installer, "needs", None)  # others read each tensor as a whole
         try:
@@ -203,7 +208,7 @@ class EngineRank:
             start = time.perf_counter()
             self.stage = Stage.INSTALLING
             if self._imports:
-                self.installer.install(manifest, self._tensors)
+                self.installer.install(self._imported, self._tensors)
             else:
                 self.installer.begin()
             self._timings_ms["install"] = (time.perf_counter() - start) * 1e3
@@ -231,12 +236,16 @@ class EngineRank:
     def _prove(self, manifest: WeightUpdateManifest) -> None:
         start = time.perf_counter()
         proof = self.installer.prove()
-        if proof.method != "unproven" and proof.root != manifest.root:
-            msg = (
-                f"the engine holds root {proof.root}, expected {manifest.root}. Install the "
-                "update again."
-            )
-            raise WeightUpdateRejectedError(msg)
+        assert self._imported is not None
+        if proof.method != "unproven":
+            if proof.root != self._imported.root:
+                msg = (
+                    f"the engine holds root {proof.root}, expected {self._imported.root}. Install "
+                    "the update again."
+                )
+                raise WeightUpdateRejectedError(msg)
+            # What was assembled was verified against the group.
+            proof = replace(proof, root=manifest.root)
         self._timings_ms["prove"] = (time.perf_counter() - start) * 1e3
         self._proof = proof
 
@@ -411,7 +420,7 @@ class EngineRank:
 
     def _clear(self) -> None:
         self._forget_tensors()
-        self.pending = self._proof = None
+        self.pending = self._imported = self._proof = None
         self.stage = Stage.IDLE
 
 

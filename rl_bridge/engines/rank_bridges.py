@@ -6,12 +6,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
+from rl_bridge.errors import MalformedManifest
+from rl_bridge.groups.bridge import GroupBridge, GroupConsumer
+from rl_bridge.groups.wanted import WantedLayout
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.group import GROUP
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.transports.registry import canonical_name
 
 TransportOptions = Mapping[str, Mapping[str, object]]
@@ -90,21 +95,35 @@ class EngineBridges:
 
     def of(self, manifest: WeightUpdateManifest, rank: int) -> TensorBridge:
         """The bridge that imports this update on that rank."""
-        if manifest.transport == GROUP:
-            msg = (
-                f"version {manifest.weight_version} was assembled of a group's parts, in the "
-                "memory of the process that did it, and the engine's workers read updates by "
-                "themselves. Publish what was assembled there once more, by shared-memory, for the "
-                "engine; or publish whole tensors."
-            )
-            raise WeightBridgeUnavailableError(msg)
         bridge = self._made.get(manifest.transport)
         if bridge is None:
             options: dict[str, Any] = {"source_worker": self._worker, "source_rank": rank}
-            options |= self._options.get(manifest.transport, {})
-            bridge = make_weight_bridge(manifest.transport, **options)
+            if manifest.transport == GROUP:
+                bridge = GroupBridge(transports=self._options, **options)
+            else:
+                options |= self._options.get(manifest.transport, {})
+                bridge = make_weight_bridge(manifest.transport, **options)
             self._made[manifest.transport] = bridge
         return bridge
+
+    def bring(
+        self, manifest: WeightUpdateManifest, rank: int, needs: PartNeeds | WantedLayout | None
+    ) -> tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]]:
+        """Import what a rank needs of an update.
+
+        Returns:
+            The manifest of what was imported, and the tensors: of a group, what was assembled of
+            its parts; else the update itself.
+
+        """
+        consumer = self.of(manifest, rank).consumer
+        if not isinstance(consumer, GroupConsumer):
+            assert not isinstance(needs, WantedLayout)
+            return manifest, consumer.import_update(manifest, needs=needs)
+        assert not isinstance(needs, PartNeeds)
+        with consumer.turn(), consumer.end.in_one_go():
+            assembled = consumer.resolve_update(manifest, wanted=needs)
+            return assembled, consumer.import_update(assembled)
 
     def made(self, manifest: WeightUpdateManifest) -> TensorBridge | None:
         """The bridge that imported it, if one did."""

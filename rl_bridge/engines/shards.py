@@ -7,6 +7,7 @@ together they take every element.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +21,13 @@ from rl_bridge.errors import (
     ProofFailed,
     WeightUpdateRejectedError,
 )
+from rl_bridge.groups.wanted import WantedLayout, WantedTensor, WholeSlice
+from rl_bridge.manifest.coverage import box_of, hull
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.parts import PartNeeds, leaves_of
 from rl_bridge.memory.passes import BytePlan
 
@@ -82,6 +87,47 @@ def needs_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> PartNeeds | None
 
 def _stride(dim: tuple[int, int]) -> int:
     return dim[1]
+
+
+class GroupShare(NamedTuple):
+    """What a rank takes of a group's whole tensors."""
+
+    wanted: WantedLayout
+    """Of each tensor, the smallest box that holds what the rank reads of it."""
+    table: TensorTable
+    """The boxes, as they are assembled."""
+    plan: LoadPlan
+    """What the engine's loader does, in terms of these boxes."""
+
+
+def share_of(plan: LoadPlan, group: GroupManifest) -> GroupShare:
+    """What a rank takes of a group, by the plan for its whole tensors."""
+    wholes = group.layout.wholes
+    shapes = {name: whole.shape for name, whole in wholes.items()}
+    everything = shapes if not plan.is_followed else plan.mixed
+    boxes = {name: box_of((0,) * len(shapes[name]), shapes[name]) for name in everything}
+    for route in plan.routes():
+        box = route.source_view.box(shapes[route.source])
+        boxes[route.source] = hull(box, boxes.get(route.source, box))
+    sizes = {name: tuple(b - a for a, b in zip(*box, strict=True)) for name, box in boxes.items()}
+    wanted = {
+        name: WantedTensor(size, (WholeSlice(name, boxes[name][0], size, (0,) * len(size)),))
+        for name, size in sizes.items()
+    }
+
+    def in_box(route: Route) -> Route:
+        name = route.source
+        view = route.source_view.within(boxes[name], shapes[name])
+        is_whole = view.is_contiguous and view.numel == torch.Size(sizes[name]).numel()
+        return replace(route, source_view=view, is_whole=is_whole)
+
+    steps = {
+        index: [in_box(step) if isinstance(step, Route) else step for step in found]
+        for index, found in plan.steps.items()
+    }
+    boxed = replace(plan, steps=steps, taken=frozenset(boxes), _views={})
+    table = TensorTable.pack({name: (wholes[name].dtype, size) for name, size in sizes.items()})
+    return GroupShare(WantedLayout(wanted), table, boxed)
 
 
 def parse_shards(given: object, manifest: WeightUpdateManifest) -> list[Shard]:

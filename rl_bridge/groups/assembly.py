@@ -1,8 +1,8 @@
 """Assembling a consumer's tensors out of a group's parts.
 
-`Assembly` works on parts that are attached here: it verifies the leaves that cover the needed
-bytes, copies these, and digests the result. The parts are leased meanwhile, so that no publisher
-writes to them between the check and the copy.
+`Assembly` works on parts that are attached here: it copies the needed bytes, verifies the leaves
+that cover them, and digests the result. The parts are leased meanwhile, so that no publisher writes
+to them between the copy and the check.
 
 `LandingPlan` and `ArenaLanding` do without the copy: a transport reads each range straight to its
 place in the consumer's arena, which is digested while it arrives. This works if all that a consumer
@@ -88,10 +88,11 @@ class Assembly:
                 )
                 raise WeightBridgeUnavailableError(msg)
             bases[rank] = pin.address
+        self._copy(bases, address)
+        # Behind the copy: bytes that are good now were good when they were copied.
         for needs in self.plan.parts:
             base = int(bases[needs.part])
             needs.verify(group.parts[needs.part], base, num_threads=self._num_threads)
-        self._copy(bases, address)
         targets = self.plan.table.offset_column + np.uint64(address)
         digests = self._digests.digest(targets, num_threads=self._num_threads)
         self.compare(group, digests)

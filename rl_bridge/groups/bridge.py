@@ -13,7 +13,7 @@ slot that an engine still reads is not, so that the version before is there for 
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -46,9 +46,10 @@ from rl_bridge.manifest.group import GROUP, GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
+from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.memory.passes import checked_count, checked_threads
 from rl_bridge.memory.slots import Slot
-from rl_bridge.memory.views import Attachment
+from rl_bridge.memory.views import Attachment, ImportedTensors, Pin
 from rl_bridge.transports.base import (
     Availability,
     Carried,
@@ -211,7 +212,8 @@ class GroupEnd(ConsumerEnd):
             manifest = self._manifest(group, carried, assembly.plan)
             self.timings_ms[group.update_id] = (time.perf_counter() - start) * 1e3
             self._made[group.update_id] = manifest
-            self._meet(group, assembly.plan)
+            needed = {needs.part for needs in assembly.plan.parts}
+            self.meet([part for rank, part in enumerate(group.parts) if rank not in needed])
         except BaseException:
             self._made.pop(group.update_id, None)
             if self._ring is not None:
@@ -282,16 +284,6 @@ class GroupEnd(ConsumerEnd):
             requests.append(request)
         return list(asked.values())
 
-    def _meet(self, group: GroupManifest, plan: ReshardPlan) -> None:
-        """Connect to ranks of which nothing is needed, so that they get reports too."""
-        needed = {needs.part for needs in plan.parts}
-        others: dict[str, list[WeightUpdateManifest]] = {}
-        for rank, part in enumerate(group.parts):
-            if rank not in needed:
-                others.setdefault(part.transport, []).append(part)
-        for parts in others.values():
-            self._end_of(parts[0]).meet(parts)
-
     @staticmethod
     def _manifest(
         group: GroupManifest, carried: Carried, plan: ReshardPlan
@@ -353,7 +345,9 @@ class GroupEnd(ConsumerEnd):
         """Report to every rank that published a part."""
         known = self._groups.get(manifest.update_id)
         if known is not None:
-            extra = {**known[1], "assembled_root": manifest.root}
+            extra = dict(known[1])
+            if not isinstance(manifest, GroupManifest):
+                extra["assembled_root"] = manifest.root
             self.report_to_all(
                 known[0], report, None if report.proof is None else {**report.proof, **extra}
             )
@@ -372,6 +366,14 @@ class GroupEnd(ConsumerEnd):
                 self._end_of(part).report(part, mine)
             except Exception:  # noqa: BLE001 - logged in full
                 _LOG.exception("the publisher of a part did not get the report %s", mine)
+
+    def meet(self, manifests: Sequence[WeightUpdateManifest]) -> None:
+        """Connect to ranks of whose parts nothing is attached, so that they get reports too."""
+        parts: dict[str, list[WeightUpdateManifest]] = {}
+        for part in manifests:
+            parts.setdefault(part.transport, []).append(part)
+        for found in parts.values():
+            self._end_of(found[0]).meet(found)
 
     def in_one_go(self) -> AbstractContextManager[None]:
         """See `ConsumerEnd`; where parts come by several transports, one by one."""
@@ -403,7 +405,7 @@ class GroupConsumer(Consumer):
     def __init__(
         self,
         transport: "GroupTransport",
-        way: Callable[[GroupLayout], _Way],
+        way: Callable[[GroupLayout, WantedLayout | None], _Way],
         *,
         source_worker: str,
         source_rank: int,
@@ -416,12 +418,54 @@ class GroupConsumer(Consumer):
         self._way = way
 
     def resolve_update(
-        self, given: object, *, caller: str = "import_update"
+        self,
+        given: object,
+        *,
+        caller: str = "import_update",
+        reads: bool = True,
+        wanted: WantedLayout | None = None,
     ) -> WeightUpdateManifest:
-        """See `GroupBridge.resolve_update`."""
+        """See `GroupBridge.resolve_update`.
+
+        With `wanted`, this is assembled instead. Without `reads`, nothing is: the engine's ranks
+        import the group.
+        """
         group = _as_group(given)
         if group is None:
             return super().resolve_update(given, caller=caller)
+        return self._assembled(group, wanted) if reads else group
+
+    def import_update(
+        self,
+        manifest: WeightUpdateManifest,
+        *,
+        reads: bool = True,
+        needs: PartNeeds | None = None,
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Consumer`. A group that nobody assembled is imported by the engine's ranks."""
+        if not isinstance(manifest, GroupManifest):
+            return super().import_update(manifest, reads=reads, needs=needs)
+        with self.turn(), self.end.in_one_go():
+            self.end.remember(manifest, {"group_root": manifest.root})
+            self.note_import(manifest)
+            self.end.meet(manifest.parts)
+            tensors = _LazyGroup(self, manifest)
+            if reads:
+                tensors.read()
+            return tensors
+
+    def attach_whole(self, group: GroupManifest) -> ImportedTensors:
+        """Assemble a group's whole tensors, of a version that ranks import.
+
+        Raises:
+            WeightBridgeError: what `GroupBridge.resolve_update` raises.
+
+        """
+        with self.turn():
+            wanted = everything()(group.layout.wholes)
+            return self.end.attach(self._assembled(group, wanted)).tensors
+
+    def _assembled(self, group: GroupManifest, wanted: WantedLayout | None) -> WeightUpdateManifest:
         end = self.end
         with self.turn():
             self.check_open()  # before anything is read
@@ -443,7 +487,7 @@ class GroupConsumer(Consumer):
             end.forget_unless(lambda update_id: self.state(update_id) is not None)
             end.remember(group, {"group_root": group.root})
             try:
-                assembly, landing = self._way(group.layout)
+                assembly, landing = self._way(group.layout, wanted)
                 evidence = {"group_root": group.root, "wanted": assembly.plan.wanted_digest}
                 end.remember(group, evidence)
                 return end.assemble(group, assembly, landing)
@@ -502,6 +546,45 @@ class GroupConsumer(Consumer):
         self.end.report_to_all(group, report, None)
 
 
+class _LazyGroup(ImportedTensors):
+    """A group's whole tensors, which nobody has assembled here: the engine's ranks import them.
+
+    Whatever first asks for their memory, such as a tensor, has them assembled and verified here.
+    """
+
+    def __init__(self, consumer: GroupConsumer, group: GroupManifest) -> None:
+        """Assemble nothing yet."""
+        super().__init__(group.table, None)
+        self._owner: GroupConsumer | None = consumer
+        self._group = group
+
+    @property
+    def pin(self) -> Pin:
+        """The memory behind it.
+
+        Raises:
+            WeightBridgeError: of a part's transport, or of the assembly.
+
+        """
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            try:
+                self.held = owner.attach_whole(self._group).pin
+            except BaseException:
+                self._owner = owner
+                raise
+        return super().pin
+
+    def read(self) -> None:
+        """Assemble them now."""
+        _ = self.pin
+
+    def forget(self) -> None:
+        """Give the memory back."""
+        super().forget()
+        self._owner = None
+
+
 class GroupBridge(TensorBridge):
     """Imports a group's versions in the layout that its engine wants.
 
@@ -553,7 +636,7 @@ class GroupBridge(TensorBridge):
             msg = f"wanted={given!r}: expected what `parallel` or `everything` give, or a layout."
             raise TypeError(msg)
         self._wanted: Wanted | WantedLayout = everything() if wanted is None else wanted
-        self._ways: OrderedDict[str, _Way] = OrderedDict()
+        self._ways: OrderedDict[tuple[str, str], _Way] = OrderedDict()
 
     def _make_transport(self, options: Mapping[str, object]) -> Transport:
         self._groups = GroupTransport.create(**options)
@@ -584,7 +667,7 @@ class GroupBridge(TensorBridge):
             IncompatibleUpdate: something is wanted that the group does not hold.
 
         """
-        return self._way(layout)[0].plan
+        return self._way(layout, None)[0].plan
 
     @deferred_interrupts()
     def resolve_update(self, given: UpdateRef) -> WeightUpdateManifest:
@@ -620,14 +703,16 @@ class GroupBridge(TensorBridge):
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _way(self, layout: GroupLayout) -> _Way:
-        way = self._ways.get(layout.digest)
+    def _way(self, layout: GroupLayout, wanted: WantedLayout | None) -> _Way:
+        key = layout.digest, "" if wanted is None else wanted.digest
+        way = self._ways.get(key)
         if way is None:
-            wanted = self._wanted
-            chosen = wanted if isinstance(wanted, WantedLayout) else wanted(layout.wholes)
+            chosen = self._wanted if wanted is None else wanted
+            if not isinstance(chosen, WantedLayout):
+                chosen = chosen(layout.wholes)
             plan = make_plan(layout, chosen)
             assembly = Assembly(plan, num_threads=self._groups.num_threads)
-            way = self._ways[layout.digest] = assembly, LandingPlan.make(assembly, layout)
+            way = self._ways[key] = assembly, LandingPlan.make(assembly, layout)
             while len(self._ways) > _PLANS:
                 self._ways.popitem(last=False)
         return way

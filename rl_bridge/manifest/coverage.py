@@ -86,6 +86,11 @@ def intersect(one: Box, other: Box) -> Box | None:
     return None if is_empty(box) else box
 
 
+def hull(one: Box, other: Box) -> Box:
+    """The smallest box that holds both."""
+    return tuple(map(min, one[0], other[0])), tuple(map(max, one[1], other[1]))
+
+
 def _subtract(box: Box, shared: Box) -> list[Box]:
     """What is left of `box` without a part of it: disjoint boxes, in order of their indices."""
     before: list[Box] = []

@@ -375,11 +375,11 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
     alive, also after ``release``; writing to a tensor changes this process's copy only.
     """
 
-    def __init__(self, table: TensorTable, pin: Pin) -> None:
-        """Look at a pinned arena through its layout."""
+    def __init__(self, table: TensorTable, pin: Pin | None) -> None:
+        """Look at a pinned arena through its layout; None: it is not pinned yet."""
         self.table = table
-        self.held: Pin | None = pin
-        self.device = pin.place.device
+        self.held = pin
+        self.device = (CPU_PLACE if pin is None else pin.place).device
         self._made: dict[int, torch.Tensor] = {}
 
     @property

@@ -3,17 +3,19 @@
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rl_bridge.bridge import ConsumerReport
-from rl_bridge.bridge.bridges import make_weight_bridge
+from rl_bridge.bridge.bridges import SharedMemoryTensorBridge, make_weight_bridge
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.engines.driver import EngineDriver
@@ -30,7 +32,12 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
+from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups.exchange import StoreExchange
+from rl_bridge.groups.publish import GroupPublisher
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.testing.engine_faults import FAULT
 
 Weights = Mapping[str, torch.Tensor]
@@ -139,6 +146,8 @@ class EngineSuite:
 
     ranks: ClassVar[int] = 2
     """How many ranks the engine has."""
+    publishers: ClassVar[int] = 1
+    """How many trainer ranks publish each version; if several, each holds a shard of it."""
     kills: ClassVar[tuple[str, ...]] = ("prepare", "install", "prove", "commit")
     """Steps at which a rank is killed; each takes an engine."""
     every: ClassVar[int] = 1
@@ -179,13 +188,26 @@ class EngineSuite:
     # ---- what the tests use ---------------------------------------------------------------------
 
     @pytest.fixture
-    def trainer(self) -> Iterator[TensorBridge]:
+    def trainer(self) -> Iterator["Trainer"]:
         """Publishes."""
-        with make_weight_bridge("shared-memory", source_worker="trainer", max_slots=4) as bridge:
-            yield bridge
+        with self._trainer() as trainer:
+            yield trainer
+
+    @contextmanager
+    def _trainer(self) -> Iterator["Trainer"]:
+        with ExitStack() as stack:
+            bridges = [
+                stack.enter_context(
+                    make_weight_bridge(
+                        "shared-memory", source_worker="trainer", source_rank=rank, max_slots=4
+                    )
+                )
+                for rank in range(self.publishers)
+            ]
+            yield bridges[0] if len(bridges) == 1 else ShardedTrainer(bridges)
 
     @pytest.fixture
-    def rig(self, running: EngineUnderTest, trainer: TensorBridge) -> Iterator["Rig"]:
+    def rig(self, running: EngineUnderTest, trainer: "Trainer") -> Iterator["Rig"]:
         """The engine, at a version of ``weights(0)``, without a fault and without a driver."""
         rig = Rig(self, running.engine, running.fresh, trainer)
         rig.uproot()
@@ -213,11 +235,13 @@ class EngineSuite:
                 assert done.root == done.proof.root == manifest.root
                 assert done.proof.tensors == manifest.tensor_count
                 timings = dict(done.timings_ms)
-                assert timings.keys() >= _PHASES
+                # Of a group, the driver attaches nothing.
+                phases = _PHASES if self.publishers == 1 else _PHASES - {"attach"}
+                assert timings.keys() >= phases
                 assert 0 < sum(timings.values()) - timings["total"] <= timings["total"]
                 mine = rig.told_by_driver(manifest)
                 assert (mine.state, mine.presence) == ("acknowledged", "alive")
-                assert mine.timings_ms.keys() >= _PHASES - {"total"}
+                assert mine.timings_ms.keys() >= phases - {"total"}
                 assert mine.proof is not None
                 assert (mine.proof["root"], mine.proof["method"]) == (done.root, done.proof.method)
                 told = {report.rank: report for report in rig.told(manifest)}
@@ -482,10 +506,7 @@ class EngineSuite:
     @contextmanager
     def _started(self, running: EngineUnderTest) -> Iterator["Rig"]:
         """An engine of a test's own."""
-        with (
-            make_weight_bridge("shared-memory", source_worker="trainer", max_slots=4) as trainer,
-            self.start() as engine,
-        ):
+        with self._trainer() as trainer, self.start() as engine:
             yield Rig(self, engine, running.fresh, trainer)
 
     # ---- one driver at a time -------------------------------------------------------------------
@@ -825,11 +846,90 @@ def _nothing() -> Iterator[None]:
     yield
 
 
+class Trainer(Protocol):
+    """What publishes for a suite."""
+
+    def publish(
+        self, source: dict[str, torch.Tensor], *, weight_version: int
+    ) -> WeightUpdateManifest:
+        """Publish a version."""
+
+    def release(self, update_id: str) -> None:
+        """Release it."""
+
+    def holders(self, update_id: WeightUpdateManifest) -> list[ConsumerReport]:
+        """What consumers told."""
+
+
+class ShardedTrainer:
+    """Several ranks, which publish together: each a thread with a bridge of its own.
+
+    They hold rows of one tensor, columns of the next, and single numbers all of them.
+    """
+
+    def __init__(self, bridges: Sequence[TensorBridge]) -> None:
+        """Publish through these, one for each rank."""
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not list it
+        self._world = len(bridges)
+        self._publishers = [
+            GroupPublisher(bridge, StoreExchange(store, rank=rank, world_size=self._world))
+            for rank, bridge in enumerate(bridges)
+        ]
+
+    def publish(
+        self, source: dict[str, torch.Tensor], *, weight_version: int
+    ) -> WeightUpdateManifest:
+        """Cut the tensors up, and publish them on all ranks."""
+        shards = [self._shard(source, rank) for rank in range(self._world)]
+
+        def one(rank: int) -> WeightUpdateManifest:
+            return self._publishers[rank].publish(*shards[rank], weight_version=weight_version)
+
+        with ThreadPoolExecutor(self._world) as pool:
+            manifest, *_ = pool.map(one, range(self._world))
+        return manifest
+
+    def _shard(
+        self, source: dict[str, torch.Tensor], rank: int
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Placement]]:
+        tensors, placements = {}, {}
+        for place, (name, whole) in enumerate(sorted(source.items())):
+            dims, zeros = whole.dim(), [0] * whole.dim()
+            offset, mine = list(zeros), whole
+            if dims:
+                dim = place % 2 if dims > 1 else 0
+                mine = whole.tensor_split(self._world, dim)[rank].contiguous()
+                sizes = [one.shape[dim] for one in whole.tensor_split(self._world, dim)]
+                offset[dim] = sum(sizes[:rank])
+            piece = Piece(
+                name=name,
+                global_shape=tuple(whole.shape),
+                offset=tuple(offset),
+                shape=tuple(mine.shape),
+                local_offset=tuple(zeros),
+                replica=0 if dims else rank,
+            )
+            dtype = str(whole.dtype).removeprefix("torch.")
+            tensors[name] = mine
+            placements[name] = Placement(dtype=dtype, shape=tuple(mine.shape), pieces=(piece,))
+        return tensors, placements
+
+    def release(self, update_id: str) -> None:
+        """On all ranks."""
+        for publisher in self._publishers:
+            publisher.release(update_id)
+
+    def holders(self, update_id: WeightUpdateManifest) -> list[ConsumerReport]:
+        """What consumers told the first rank; each tells all of them."""
+        assert isinstance(update_id, GroupManifest)
+        return self._publishers[0].consumers(update_id)
+
+
 class Rig:
     """One engine, a trainer, and drivers as a test wants them."""
 
     def __init__(
-        self, suite: EngineSuite, engine: Any, fresh: tuple[object, object], trainer: TensorBridge
+        self, suite: EngineSuite, engine: Any, fresh: tuple[object, object], trainer: "Trainer"
     ) -> None:
         """Put them together; `fresh` are the answers of both weights."""
         self._suite, self.engine, self._fresh, self.trainer = suite, engine, fresh, trainer
@@ -864,8 +964,9 @@ class Rig:
     def driven(self, **options: Any) -> Iterator[tuple[RolloutExecutor, _Calls, EngineDriver]]:
         """An executor with a driver of its own."""
         driver, calls = self.driver(**options)
+        make = GroupBridge if self._suite.publishers > 1 else SharedMemoryTensorBridge
         with (
-            make_weight_bridge("shared-memory", source_worker="driver") as bridge,
+            make(source_worker="driver") as bridge,
             RolloutExecutor(
                 weight_bridge=bridge, weight_install_adapter=driver, suspicious="off"
             ) as executor,

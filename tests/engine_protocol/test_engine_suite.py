@@ -44,6 +44,12 @@ class TestSmallEngineThrough(TestSmallEngine):
         return small_engine_adapter(engine, staging="through", **options)
 
 
+class TestSmallEngineOfShards(TestSmallEngine):
+    """Of versions that two trainer ranks publish, each its shard."""
+
+    publishers = 2
+
+
 @pytest.mark.full
 class TestSmallEngineEverywhere(small.TestSmallEngine):
     """At each place that the page tries."""

@@ -114,6 +114,13 @@ class TestVLLM(EngineSuite):
         )
 
 
+class TestVLLMOfShards(TestVLLM):
+    """Of versions that two trainer ranks publish, each its shard."""
+
+    publishers = 2
+    every = 8
+
+
 @FULL  # as the small engine does
 class TestVLLMThrough(TestVLLM):
     every = 8

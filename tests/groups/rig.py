@@ -15,6 +15,7 @@ from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.views import Attachment
+from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.transports.base import ConsumerEnd
 from rl_bridge.transports.local import LocalClone
 from tests.groups.meshes import Shards
@@ -114,6 +115,13 @@ def trainers(
             for rank in range(num)
         ]
         yield Trainers(bridges, timeout_s)
+
+
+def damage(group: Trainers, manifest: GroupManifest, rank: int, offset: int) -> None:
+    """Flip a byte of a published part, behind everybody's back."""
+    part = manifest.parts[rank]
+    end = group.bridges[rank].publisher.end
+    flip_byte(arena_address(end, part.update_id, dict(part.handle)) + offset)
 
 
 class AroundEnd(ConsumerEnd):

@@ -32,10 +32,9 @@ from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
-from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from tests.groups.meshes import DIMS, SHAPES, Shards, cut, flat_cut, model, same, shards, share
-from tests.groups.rig import Trainers, everywhere, trainers
+from tests.groups.rig import damage, everywhere, trainers
 
 HALF = TensorParallel(2, 1, {"embed": 0, "layer.w": 1})
 BIG = (2 * LEAF_NBYTES // 4,)  # elements of two leaves
@@ -44,13 +43,6 @@ BIG = (2 * LEAF_NBYTES // 4,)  # elements of two leaves
 def expected(version: int) -> dict[str, torch.Tensor]:
     """What half of an engine, the second, holds of a version."""
     return share(model(SHAPES, version), 2, 1, DIMS)
-
-
-def damage(group: Trainers, manifest: GroupManifest, rank: int, offset: int) -> None:
-    """Flip a byte of a published part, behind everybody's back."""
-    part = manifest.parts[rank]
-    end = group.bridges[rank].publisher.end
-    flip_byte(arena_address(end, part.update_id, dict(part.handle)) + offset)
 
 
 # ---- what arrives -------------------------------------------------------------------------------

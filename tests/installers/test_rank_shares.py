@@ -10,6 +10,7 @@ from rl_bridge.engines.model_installer import ModelInstaller
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.errors import ChecksumMismatch, IncompatibleUpdate, ProofFailed
 from rl_bridge.manifest.digest import LEAF_NBYTES
+from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
@@ -59,7 +60,7 @@ class Rank:
 
     def update(self, manifest: WeightUpdateManifest) -> str:
         needs = self.installer.needs(manifest)
-        assert needs is not None
+        assert isinstance(needs, PartNeeds)
         tensors = self.bridge.consumer.import_update(manifest, needs=needs)
         self.installer.prepare(manifest, tensors)
         self.installer.install(manifest, tensors)
@@ -106,7 +107,7 @@ def test_a_rank_reads_its_rows_and_not_those_of_the_other(
     rows = sent["rows"].nbytes // RANKS
     for rank in ranks:
         needs = rank.installer.needs(manifest)
-        assert needs is not None
+        assert isinstance(needs, PartNeeds)
         # Columns that are narrower than a leaf share their leaves with the other rank's.
         assert int(needs.nbytes.sum()) == rows + sent["norm"].nbytes + sent["columns"].nbytes
         assert rank.installer.needs(manifest) is needs
@@ -141,7 +142,7 @@ def test_bytes_that_went_bad_after_the_import_are_not_installed(
     rank = ranks[1]
     manifest = trainer.publish(weights(), weight_version=1)
     needs = rank.installer.needs(manifest)
-    assert needs is not None
+    assert isinstance(needs, PartNeeds)
     tensors = rank.bridge.consumer.import_update(manifest, needs=needs)
     faults.corrupt(manifest, manifest.tensors["rows"].offset + HALF * LEAF_NBYTES + 4)
     with pytest.raises(ProofFailed, match="went bad after it was imported"):
