@@ -213,7 +213,7 @@ def test_inspect_survives_a_hostile_manifest(bridge: BridgeOver, tmp_path: Path)
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 @pytest.mark.parametrize(
-    "text", ["", "{}", "\xff\x00", '{"format":"rl_bridge.manifest/2","header":3}']
+    "text", ["", "{}", "\xff\x00", '{"format":"rl_bridge.manifest/3","header":3}']
 )
 def test_text_that_is_no_manifest_is_refused_in_one_line(
     command: str, text: str, tmp_path: Path

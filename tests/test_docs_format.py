@@ -4,17 +4,21 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import xxhash
 
 from rl_bridge import errors
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes, leaf_digests, text_digest
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -39,6 +43,7 @@ PATTERNS: dict[str, Callable[[int], bytes]] = {
     "mod251": lambda size: (bytes(range(251)) * (size // 251 + 1))[:size],
 }
 VECTORS = rows(FORMAT_PAGE, "<!-- vectors: digests -->")
+COLUMNS = rows(FORMAT_PAGE, "<!-- vectors: columns -->")
 TENSORS = rows(FORMAT_PAGE, "<!-- vectors: tensors -->")
 
 
@@ -66,6 +71,28 @@ def test_the_leaf_digests_of_the_page_hold() -> None:
     shown = re.findall(r"`([0-9a-f]{32})`", FORMAT_PAGE.partition("On the way:")[2])[:3]
     found = [leaf_digests(memoryview(PATTERNS["mod251"](size))) for size in (3, LEAF_NBYTES + 1)]
     assert b"".join(found).hex() == "".join(shown)
+
+
+@pytest.mark.parametrize("vector", COLUMNS, ids=lambda vector: vector[0])
+def test_the_column_lists_of_the_page_hold(vector: list[str]) -> None:
+    shape, *numbers, digest = vector
+    shape = json.loads(shape)
+    tensor = torch.frombuffer(bytearray(PATTERNS["mod251"](prod(shape))), dtype=torch.uint8)
+    plan = PackPlan({"a": tensor.view(shape)}, columns=True)
+    plan.digest_in_place({})
+    cuts = plan.table.column_blocks
+    found = [int(cuts.strips[0]), int(cuts.band_rows[0]), len(plan.column_list) // 16]
+    assert found == list(map(int, numbers))
+    assert plan.columns_digest == digest
+    # As the page says it, without a pass over memory.
+    matrix = tensor.view(-1, shape[-1]).numpy()
+    width, band = shape[-1] // found[0], found[1]
+    blocks = [
+        xxhash.xxh3_128_digest(matrix[low : low + band, left : left + width].tobytes())
+        for low in range(0, len(matrix), band)
+        for left in range(0, shape[-1], width)
+    ]
+    assert xxhash.xxh3_128_hexdigest(b"".join(blocks)) == digest
 
 
 def shown_manifest() -> str:
@@ -137,7 +164,7 @@ NAMED = json.loads(shown_manifest())["header"]["layout_digest"]
 # One text that breaks each rule of the page's first table, in its order.
 BREAKS: list[Callable[[], str]] = [
     lambda: shown_manifest().replace("trainer", "träiner"),
-    lambda: shown_manifest().replace("manifest/2", "manifest/3"),
+    lambda: shown_manifest().replace("manifest/3", "manifest/4"),
     lambda: shown_manifest().replace('"step":7', '"step":NaN'),
     lambda: header(more=1),
     lambda: " " + shown_manifest(),
@@ -147,6 +174,8 @@ BREAKS: list[Callable[[], str]] = [
     lambda: fields(algorithm="X3T-64K"),
     lambda: edited(lambda _, layout: layout["dtypes"].pop()),
     lambda: fields(device="cuda"),
+    lambda: fields(leaves=False, columns=True),
+    lambda: header(columns="0" * 32),
     lambda: edited(lambda _, layout: layout["names"].reverse()),
     lambda: layout("names", 1, "bias"),
     lambda: fields(ties={"lm_head": "nobody"}),

@@ -175,6 +175,7 @@ class Publisher:
                     metadata=metadata,
                     handle=dict(carried.handle),
                     digests=carried.digests,
+                    columns=plan.columns_digest,
                     table=plan.table,
                 )
                 self.end.seal_header(update_id, manifest.header_digest)
@@ -274,7 +275,9 @@ class Publisher:
         self, tensors: dict[str, torch.Tensor], trainable: frozenset[str] | None
     ) -> PackPlan:
         if self._plan is None or not self._plan.fits(tensors, trainable):
-            self._plan = PackPlan(tensors, trainable, place=self.end.place)
+            self._plan = PackPlan(
+                tensors, trainable, place=self.end.place, columns=self.end.columns
+            )
         return self._plan
 
     def _forget_old(self) -> None:

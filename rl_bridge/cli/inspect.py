@@ -84,6 +84,7 @@ def _document(manifest: WeightUpdateManifest, *, every_tensor: bool) -> dict[str
         "layout": {
             "algorithm": table.algorithm,
             "arena_nbytes": table.arena_nbytes,
+            "columns": table.columns,
             "device": table.device,
             "dtypes": {
                 dtype: {"tensors": count, "nbytes": nbytes}
@@ -160,7 +161,7 @@ def _handle(manifest: WeightUpdateManifest) -> str:
 def _layout_facts(manifest: WeightUpdateManifest) -> dict[str, str | Text]:
     table = manifest.table
     tied = f", {len(table.ties)} of them tied to another" if table.ties else ""
-    padding = table.arena_nbytes - table.total_nbytes - table.leaves_nbytes
+    padding = table.arena_nbytes - table.total_nbytes - table.lists_nbytes
     found: dict[str, str | Text] = {
         "tensors": f"{manifest.tensor_count}{tied}",
         "size": f"{size(table.total_nbytes)} ({table.total_nbytes} bytes), padding {size(padding)}",

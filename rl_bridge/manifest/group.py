@@ -50,12 +50,12 @@ class GroupManifest(WeightUpdateManifest):
 
     """
 
-    FORMAT: ClassVar[str] = "rl_bridge.group/2"
+    FORMAT: ClassVar[str] = "rl_bridge.group/3"
     KIND: ClassVar[str] = "group manifest"
     LAYOUT_FIELD: ClassVar[str] = "layout"
     LAYOUT_TYPE: ClassVar[type[Layout]] = GroupLayout
     DERIVED: ClassVar[frozenset[str]] = frozenset(
-        {"handle", "source_rank", "source_worker", "table", "transport"}
+        {"columns", "handle", "source_rank", "source_worker", "table", "transport"}
     )
     known_layouts: ClassVar[LayoutCache[GroupLayout]] = LayoutCache(8)  # type: ignore[assignment]  # layouts of its own kind
 
@@ -69,7 +69,8 @@ class GroupManifest(WeightUpdateManifest):
             fields["source_worker"] = parts[0].source_worker
         if isinstance(layout, GroupLayout):
             fields["table"] = layout.table
-        super().__init__(**{**fields, "source_rank": 0, "transport": GROUP, "handle": {}})
+        derived = {"source_rank": 0, "transport": GROUP, "handle": {}, "columns": ""}
+        super().__init__(**{**fields, **derived})
 
     @classmethod
     def build(

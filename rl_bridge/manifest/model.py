@@ -178,9 +178,10 @@ class Manifest(Frozen):
         """Canonical JSON of `header`."""
         # The digits of base64 are put in as they are: an encoder would look at each of them. The
         # keys are sorted, and ``digests`` comes behind ``created_at``, which is a number.
-        before, comma, behind = self._short_text().partition(",")
+        text = self._short_text()
+        end = text.index(",", text.index('"created_at":'))
         digests = base64.b64encode(self.digests).decode("ascii")
-        return f'{before},"digests":"{digests}"{comma}{behind}'
+        return f'{text[:end]},"digests":"{digests}"{text[end:]}'
 
     def _short_text(self) -> str:
         """Canonical JSON of the header without its digests."""
@@ -394,6 +395,7 @@ class WeightUpdateManifest(Manifest):
         handle: where the transport finds the bytes; only that transport reads it.
         digests: 16 bytes per stored tensor, in layout order.
         root: digest over all tensors, 32 hexadecimal digits: equal roots mean equal weights.
+        columns: digest of the column list, 32 hexadecimal digits; empty if the layout has none.
         table: the layout part.
 
     Raises:
@@ -401,7 +403,7 @@ class WeightUpdateManifest(Manifest):
 
     """
 
-    FORMAT: ClassVar[str] = "rl_bridge.manifest/2"
+    FORMAT: ClassVar[str] = "rl_bridge.manifest/3"
     KIND: ClassVar[str] = "manifest"
     LAYOUT_FIELD: ClassVar[str] = "table"
     LAYOUT_TYPE: ClassVar[type[Layout]] = TensorTable
@@ -413,6 +415,7 @@ class WeightUpdateManifest(Manifest):
     source_rank: Annotated[StrictInt, Field(ge=0)]
     transport: StrictStr
     handle: FrozenJSON = Field(default_factory=dict)
+    columns: Annotated[StrictStr, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
     table: InstanceOf[TensorTable]
 
     def _check_fields(self) -> None:
@@ -421,6 +424,13 @@ class WeightUpdateManifest(Manifest):
         self.__dict__["metadata"], self.__dict__["weight_layout"] = with_layout(self.metadata)
         if not self.table.names and self.weight_layout.world_size == 1:
             raise no_tensors()  # only a rank of a group may hold nothing
+        if bool(self.columns) != self.table.columns:
+            has, says = ("a", "no") if self.columns else ("no", "a")
+            msg = (
+                f"the {self.KIND} has {has} digest of a column list, its layout says that there is "
+                f"{says} such list. {RESEND}"
+            )
+            raise MalformedManifest(msg)
 
     @property
     def tensors(self) -> Mapping[str, Any]:
@@ -456,6 +466,7 @@ class WeightUpdateManifest(Manifest):
 
     def _header_but_digests(self) -> dict[str, JSONValue]:
         return {
+            "columns": self.columns,
             "created_at": self.created_at,
             "handle": self.handle,
             "layout_digest": self.layout_digest,

@@ -8,6 +8,7 @@ An arena in memory of the CPU ends with its *leaf list*: for each stored tensor,
 the digests of its leaves and then its length in 8 bytes (little endian), so that a tensor's digest
 is the digest of its stretch. The pass that digests the tensors computes all of it anyway. A reader
 of a part checks the list against the tensors' digests; then it reads only the leaves that it needs.
+Behind it may stand the *column list* (`rl_bridge.manifest.columns`), for readers of some columns.
 """
 
 import gc
@@ -51,6 +52,7 @@ from rl_bridge.manifest.canonical import (
     malformed,
     thaw,
 )
+from rl_bridge.manifest.columns import ColumnBlocks
 from rl_bridge.manifest.digest import (
     ALGORITHM,
     DIGEST_NBYTES,
@@ -191,6 +193,8 @@ class TensorTable(Layout):
 
     algorithm: StrictStr = ALGORITHM
     arena_nbytes: StrictInt
+    columns: StrictBool = False
+    """Whether the column list of its tensors stands behind the leaf list."""
     device: StrictStr = "cpu"
     dtypes: tuple[StrictStr, ...]
     leaves: StrictBool = False
@@ -212,10 +216,12 @@ class TensorTable(Layout):
         trainable: frozenset[str] | None = None,
         device: str = "cpu",
         leaves: bool = False,
+        columns: bool = False,
     ) -> Self:
         """Lay out tensors (name -> dtype, shape) in one arena, sorted by name, 256-byte aligned.
 
-        With `leaves`, their leaf list lies behind them.
+        With `leaves`, their leaf list lies behind them; with `columns`, the column list behind it,
+        if any of them can be cut.
         """
         names = tuple(sorted(tensors))
         dtypes = tuple(tensors[name][0] for name in names)
@@ -229,8 +235,13 @@ class TensorTable(Layout):
         if trainable is not None:
             flags = "".join("1" if name in trainable else "0" for name in names)
         behind = _leaf_list_nbytes(_num_leaves(sizes), len(sizes)) if leaves else 0
+        if columns and ends[-1] <= _MAX_INT:  # else it is refused below
+            listed = ColumnBlocks.of(shapes, dtypes, sizes).nbytes
+            columns = listed > 0
+            behind += listed
         return cls(
             arena_nbytes=_align(ends[-1] + behind),
+            columns=columns,
             device=device,
             dtypes=dtypes,
             leaves=leaves,
@@ -257,6 +268,9 @@ class TensorTable(Layout):
             raise MalformedManifest(msg)
         if self.leaves and self.device != "cpu":
             msg = f"an arena on {self.device!r} has no leaf list, the layout says it has. {RESEND}"
+            raise MalformedManifest(msg)
+        if self.columns and not self.leaves:
+            msg = f"the layout says that its arena has a column list and no leaf list. {RESEND}"
             raise MalformedManifest(msg)
         self._check_names()
         if not self._is_packed():
@@ -312,6 +326,8 @@ class TensorTable(Layout):
         behind = int(ends[-1])
         if self.leaves:
             behind += _leaf_list_nbytes(int((-(-nbytes // LEAF_NBYTES)).sum()), len(nbytes))
+        if self.columns:
+            behind += self.column_blocks.nbytes
         return bool(
             _align(behind) == self.arena_nbytes
             and (nbytes == np.array(self.nbytes, np.int64)).all()
@@ -368,7 +384,11 @@ class TensorTable(Layout):
         what = "its tensors need"
         if self.leaves:
             what = "its tensors and their leaf list need"
-            end = _align(end + _leaf_list_nbytes(_num_leaves(self.nbytes), len(self.nbytes)))
+            end += _leaf_list_nbytes(_num_leaves(self.nbytes), len(self.nbytes))
+        if self.columns:
+            what = "its tensors, their leaf list and their column list need"
+            end += self.column_blocks.nbytes
+        end = _align(end)
         if end > _MAX_INT:
             raise RangeOverflow(f"the arena does not fit 63 bits: {what} {end} bytes. {RESEND}")
         if self.arena_nbytes != end:
@@ -429,6 +449,26 @@ class TensorTable(Layout):
     def leaves_nbytes(self) -> int:
         """Size of the leaf list; 0 if there is none."""
         return _leaf_list_nbytes(int(self.leaf_counts.sum()), len(self.names)) if self.leaves else 0
+
+    @cached_property
+    def column_blocks(self) -> ColumnBlocks:
+        """How its tensors are cut for the column list."""
+        return ColumnBlocks.of(self.shapes, self.dtypes, self.nbytes)
+
+    @property
+    def columns_offset(self) -> int:
+        """First byte behind the leaf list: of the column list, if there is one."""
+        return self.leaves_offset + self.leaves_nbytes
+
+    @property
+    def columns_nbytes(self) -> int:
+        """Size of the column list; 0 if there is none."""
+        return self.column_blocks.nbytes if self.columns else 0
+
+    @property
+    def lists_nbytes(self) -> int:
+        """Size of both lists, which lie at `leaves_offset`."""
+        return self.leaves_nbytes + self.columns_nbytes
 
     def descriptor(self, name: str, digests: bytes) -> TensorDescriptor:
         """Describe one tensor, tied names included; a `KeyError` if there is none of that name."""

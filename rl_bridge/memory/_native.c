@@ -18,6 +18,7 @@
 #define LEAF 131072u
 #define PAD 1024u
 #define DIGEST 16u
+#define BAND 524288u /* most bytes of several rows that make a band */
 
 typedef struct { uint64_t low64, high64; } hash128;
 typedef hash128 (*hash_fn)(const void *, size_t);
@@ -32,6 +33,9 @@ typedef struct {
     uint64_t *cursor;           /* next leaf that nobody took; shared by the threads */
     uint64_t block;             /* leaves taken at a time */
     int stream;                 /* bypass the cache when writing */
+    const uint64_t *columns;    /* per tensor: strips of a row (0: none), rows, bytes of a row, rows of
+                                 * a band, first byte in the column list; NULL: no column list */
+    uint8_t *blocks;            /* the column list: digests of the column blocks */
 } job;
 
 static void put_be64(uint8_t *out, uint64_t value) {
@@ -78,6 +82,35 @@ static void digest_leaf(const job *j, const uint8_t *src, size_t n, uint8_t *scr
     put_digest(out, j->hash(src, padded));
 }
 
+/* Digest a column block: `rows` pieces of `width` bytes, each `pitch` behind the one before it. Put
+ * together first: a digest piece by piece costs more than the copy, which stays in the cache. */
+static void digest_block(hash_fn hash, const uint8_t *src, uint64_t rows, uint64_t width, uint64_t pitch,
+                         uint8_t *scratch, uint8_t *out) {
+    if (rows > 1) {
+        for (uint64_t i = 0; i < rows; i++) memcpy(scratch + i * width, src + i * pitch, width);
+        src = scratch;
+    }
+    put_digest(out, hash(src, rows * width));
+}
+
+/* Digest the blocks of the bands that begin in bytes [begin, end) of a tensor and end by `there`.
+ * Returns where the first band begins that is left. */
+static uint64_t run_bands(const job *j, uint64_t tensor, uint64_t begin, uint64_t end, uint64_t there,
+                          uint8_t *scratch) {
+    const uint64_t *c = j->columns + 5 * tensor;
+    uint64_t strips = c[0], row = c[2], width = row / strips;
+    uint64_t band = (begin + row * c[3] - 1) / (row * c[3]);
+    for (;; band++) {
+        uint64_t first = band * c[3], start = first * row;
+        uint64_t rows = first < c[1] && c[1] - first < c[3] ? c[1] - first : c[3];
+        if (start >= end || start + rows * row > there) return start;
+        const uint8_t *src = (const uint8_t *)(uintptr_t)j->src[tensor] + start;
+        uint8_t *out = j->blocks + c[4] + DIGEST * band * strips;
+        for (uint64_t i = 0; i < strips; i++)
+            digest_block(j->hash, src + i * width, rows, width, row, scratch, out + DIGEST * i);
+    }
+}
+
 static uint64_t tensor_of(const job *j, uint64_t leaf) {
     uint64_t low = 0, high = j->num_tensors; /* the last tensor with start <= leaf */
     while (high - low > 1) {
@@ -88,10 +121,11 @@ static uint64_t tensor_of(const job *j, uint64_t leaf) {
 }
 
 static void run_leaves(const job *j, uint64_t first, uint64_t last, uint8_t *scratch) {
-    uint64_t tensor = tensor_of(j, first);
+    uint64_t tensor = tensor_of(j, first), band = 0; /* where the next band begins in the tensor */
     for (uint64_t leaf = first; leaf < last; leaf++) {
         while (j->start[tensor + 1] <= leaf) tensor++;
         uint64_t begin = (leaf - j->start[tensor]) * LEAF;
+        if (leaf == first || !begin) band = begin;
         uint64_t left = j->nbytes[tensor] - begin;
         size_t n = left < LEAF ? (size_t)left : LEAF;
         const uint8_t *src = (const uint8_t *)(uintptr_t)j->src[tensor] + begin;
@@ -100,21 +134,27 @@ static void run_leaves(const job *j, uint64_t first, uint64_t last, uint8_t *scr
         if (j->dst && j->dst[tensor] != j->src[tensor])
             copy_leaf((uint8_t *)(uintptr_t)j->dst[tensor] + begin, src, n, j->stream);
         if (j->hash) digest_leaf(j, src, n, scratch, j->table + DIGEST * leaf + 8 * tensor);
+        if (!j->hash || !j->columns || !j->columns[5 * tensor]) continue;
+        /* The bands of these leaves, while they are in the cache; a band that goes on behind the
+         * last of them belongs to the thread that has its beginning. */
+        int is_last = leaf + 1 == last || left <= LEAF;
+        band = run_bands(j, tensor, band, begin + n, is_last ? UINT64_MAX : begin + n, scratch);
     }
 }
 
 static PyObject *py_run(PyObject *self, PyObject *args) {
-    unsigned long long hash, num, src, dst, nbytes, start, table, cursor, block;
+    unsigned long long hash, num, src, dst, nbytes, start, table, cursor, block, columns = 0, blocks = 0;
     int stream;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKKKKKKKKi", &hash, &num, &src, &dst, &nbytes, &start, &table,
-                          &cursor, &block, &stream))
+    if (!PyArg_ParseTuple(args, "KKKKKKKKKi|KK", &hash, &num, &src, &dst, &nbytes, &start, &table,
+                          &cursor, &block, &stream, &columns, &blocks))
         return NULL;
     job j = {(hash_fn)(uintptr_t)hash, num, (const uint64_t *)(uintptr_t)src,
              (const uint64_t *)(uintptr_t)dst, (const uint64_t *)(uintptr_t)nbytes,
              (const uint64_t *)(uintptr_t)start, (uint8_t *)(uintptr_t)table,
-             (uint64_t *)(uintptr_t)cursor, block, stream};
-    uint8_t *scratch = malloc(LEAF);
+             (uint64_t *)(uintptr_t)cursor, block, stream, (const uint64_t *)(uintptr_t)columns,
+             (uint8_t *)(uintptr_t)blocks};
+    uint8_t *scratch = malloc(columns ? BAND : LEAF);
     if (!scratch) return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
     uint64_t total = j.start[j.num_tensors];
@@ -126,6 +166,29 @@ static PyObject *py_run(PyObject *self, PyObject *args) {
 #if defined(__SSE2__)
     _mm_sfence(); /* streamed bytes are visible before the caller says that they are there */
 #endif
+    Py_END_ALLOW_THREADS
+    free(scratch);
+    Py_RETURN_NONE;
+}
+
+/* Column blocks wherever they lie: per block its address, rows, bytes of a piece, and pitch. */
+static PyObject *py_digest_blocks(PyObject *self, PyObject *args) {
+    unsigned long long hash, num, given, out, cursor, block, most;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKKKKKK", &hash, &num, &given, &out, &cursor, &block, &most))
+        return NULL;
+    uint8_t *scratch = malloc(most ? most : 1);
+    if (!scratch) return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    for (;;) {
+        uint64_t first = __atomic_fetch_add((uint64_t *)(uintptr_t)cursor, block, __ATOMIC_RELAXED);
+        if (first >= num) break;
+        for (uint64_t i = first; i < num && i < first + block; i++) {
+            const uint64_t *b = (const uint64_t *)(uintptr_t)given + 4 * i;
+            digest_block((hash_fn)(uintptr_t)hash, (const uint8_t *)(uintptr_t)b[0], b[1], b[2], b[3],
+                         scratch, (uint8_t *)(uintptr_t)out + DIGEST * i);
+        }
+    }
     Py_END_ALLOW_THREADS
     free(scratch);
     Py_RETURN_NONE;
@@ -430,6 +493,7 @@ static PyObject *py_same_modules(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"run", py_run, METH_VARARGS, "Take blocks of leaves until none is left; copy and digest them."},
     {"combine", py_combine, METH_VARARGS, "Digest each tensor's leaf digests with its length."},
+    {"digest_blocks", py_digest_blocks, METH_VARARGS, "Take column blocks until none is left."},
     {"tensor_facts", py_tensor_facts, METH_VARARGS, "Note what some tensors are, as bytes."},
     {"facts_hold", py_facts_hold, METH_VARARGS, "Compare tensors with what was noted of them."},
     {"learn_layout", py_learn_layout, METH_VARARGS, "Find where a tensor object has what."},

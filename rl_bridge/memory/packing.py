@@ -3,8 +3,9 @@
 A `PackPlan` holds the layout and everything derived from it. Taking the same tensors again costs a
 comparison, not a plan: names, memory addresses, shapes, dtypes and strides must be as before.
 
-An arena of the CPU ends with its leaf list (`rl_bridge.manifest.table`). The pass that digests the
-tensors computes it anyway; it is written when the tensors are in, so it describes the sealed bytes.
+An arena of the CPU ends with its leaf list (`rl_bridge.manifest.table`), and with its column list
+(`rl_bridge.manifest.columns`) if its publisher makes one. The pass that digests the tensors makes
+both; they are written when the tensors are in, so they describe the sealed bytes.
 """
 
 import ctypes
@@ -22,11 +23,12 @@ from rl_bridge.errors import (
     MalformedManifest,
     WeightBridgeUnavailableError,
 )
+from rl_bridge.manifest.columns import Blocks, ColumnBlocks
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LENGTH_NBYTES, digests_differ
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable, collector_paused
-from rl_bridge.memory.passes import Addresses, BytePlan
+from rl_bridge.memory.passes import Addresses, BytePlan, block_digests, makes_blocks
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.tensors import TensorFacts, is_lazy_view, tensor_key
 
@@ -125,6 +127,7 @@ class PackPlan:
         table: the layout.
         byte_plan: the pass over its tensors.
         leaf_list: of what was packed, or digested in place, last; empty if the layout has none.
+        column_list: likewise.
 
     """
 
@@ -134,6 +137,7 @@ class PackPlan:
         trainable: frozenset[str] | None = None,
         *,
         place: Place = CPU_PLACE,
+        columns: bool = False,
     ) -> None:
         """Lay out `tensors`.
 
@@ -141,6 +145,7 @@ class PackPlan:
             tensors: what to publish: dense tensors of any strides, lazy views included.
             trainable: names that a training step is expected to change; None if not declared.
             place: where all of them, and the arena, lie.
+            columns: make a column list, too, if any tensor can be cut and `place` is the CPU's.
 
         Raises:
             WeightBridgeUnavailableError: a tensor that cannot travel this way; nothing was touched.
@@ -149,28 +154,35 @@ class PackPlan:
 
         """
         self._place = place
-        self.leaf_list = np.empty(0, np.uint8)
+        self.leaf_list = self.column_list = np.empty(0, np.uint8)
         with collector_paused():
-            self._lay_out(tensors, trainable)
+            self._lay_out(tensors, trainable, columns=columns)
 
     def _lay_out(
-        self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        trainable: frozenset[str] | None,
+        *,
+        columns: bool,
     ) -> None:
         stored, ties = _stored_and_tied(tensors, self._place)
         if trainable is not None:
             _check_trainable(trainable, tensors)
             trainable = frozenset(ties.get(name, name) for name in trainable)
         self.trainable = trainable
+        is_on_cpu = self._place.device.type == "cpu"
         table = TensorTable.pack(
             {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in stored.items()},
             ties=ties,
             trainable=trainable,
             device=self._place.device.type,
-            leaves=self._place.device.type == "cpu",
+            leaves=is_on_cpu,
+            columns=is_on_cpu and columns,
         )
         self.table = WeightUpdateManifest.known_layouts.add(table)
         column = self.table.nbytes_column
-        self._leaf_plan = LeafPlan(column) if self.table.leaves else None
+        cuts = self.table.column_blocks if self.table.columns else None
+        self._leaf_plan = LeafPlan(column, cuts) if self.table.leaves else None
         self._leaves_offset = self.table.leaves_offset
         self.byte_plan = self._place.plan(column) if self._leaf_plan is None else self._leaf_plan
         self._names = tuple(tensors)
@@ -226,14 +238,14 @@ class PackPlan:
                 target.view(elements.dtype).view(elements.shape).copy_(elements)
                 sources[row] = targets[row]
         digests = self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
-        self._note_leaves()
-        self.write_leaves(address + self._leaves_offset)
+        self._note_lists(sources)
+        self.write_lists(address + self._leaves_offset)
         return digests
 
     def digest_in_place(
         self, tensors: Mapping[str, torch.Tensor], *, num_threads: int | None = None
     ) -> bytes:
-        """Digest `tensors` where they lie; `write_leaves` then writes their leaf list.
+        """Digest `tensors` where they lie; `write_lists` then writes their leaf list.
 
         Returns:
             16 bytes per stored tensor, in layout order.
@@ -251,17 +263,26 @@ class PackPlan:
             )
             raise WeightBridgeUnavailableError(msg)
         digests = self.byte_plan.digest(self._sources, num_threads=num_threads)
-        self._note_leaves()
+        self._note_lists(self._sources)
         return digests
 
-    def _note_leaves(self) -> None:
+    def _note_lists(self, sources: Addresses) -> None:
         if self._leaf_plan is not None:
             self.leaf_list = self._leaf_plan.take_block()
+            self.column_list = self._leaf_plan.take_columns(sources)
 
-    def write_leaves(self, address: int) -> None:
-        """Write the leaf list of the last pass: `table.leaves_nbytes` bytes of the CPU's memory."""
-        if len(self.leaf_list):
-            ctypes.memmove(address, self.leaf_list.ctypes.data, len(self.leaf_list))
+    @property
+    def columns_digest(self) -> str:
+        """Digest of the column list of the last pass: what a manifest's header has of it."""
+        has_list = self.table.columns
+        return xxhash.xxh3_128_hexdigest(self.column_list.data) if has_list else ""
+
+    def write_lists(self, address: int) -> None:
+        """Write the lists of the last pass: `table.lists_nbytes` bytes of the CPU's memory."""
+        for one in (self.leaf_list, self.column_list):
+            if len(one):
+                ctypes.memmove(address, one.ctypes.data, len(one))
+            address += len(one)
 
     def clear_padding(self, address: int) -> None:
         """See `clear_padding`."""
@@ -272,14 +293,44 @@ def clear_padding(table: TensorTable, address: int, place: Place) -> None:
     """Zero the bytes between tensors, so that an arena's content follows from its tensors."""
     behind = np.array([table.leaves_offset, table.arena_nbytes], np.uint64)
     starts = np.append(table.offset_column, behind[:1])
-    ends = starts + np.append(table.nbytes_column, np.uint64(table.leaves_nbytes))
+    ends = starts + np.append(table.nbytes_column, np.uint64(table.lists_nbytes))
     gaps = np.append(starts[1:], behind[1:]) - ends
     found = np.flatnonzero(gaps)
     place.clear((ends[found] + np.uint64(address)).tolist(), gaps[found].tolist())
 
 
 class LeafPlan(BytePlan):
-    """A pass that keeps the leaf digests of its last run."""
+    """A pass that keeps the leaf digests of its last run, and those of column blocks."""
+
+    def __init__(
+        self,
+        nbytes: npt.NDArray[np.uint64],
+        cuts: ColumnBlocks | None = None,
+        *,
+        native: bool = True,
+    ) -> None:
+        """Cut tensors of `nbytes` into leaves, and those of a layout into column blocks as well."""
+        super().__init__(nbytes, native=native)
+        self._cuts = cuts
+        self._cut_columns = np.empty((0, 5), np.uint64)
+        if cuts is not None and cuts.nbytes and makes_blocks(self._native):
+            columns = (cuts.strips, cuts.rows, cuts.row_nbytes, cuts.band_rows, cuts.starts)
+            self._cut_columns = np.stack(columns, 1).astype(np.uint64)
+        self._columns = np.empty(0, np.uint8)
+
+    def _more_arguments(self) -> tuple[int, ...]:
+        if not len(self._cut_columns):
+            return ()
+        assert self._cuts is not None
+        self._columns = np.empty(self._cuts.nbytes, np.uint8)
+        return self._cut_columns.ctypes.data, self._columns.ctypes.data
+
+    def take_columns(self, src: Addresses) -> npt.NDArray[np.uint8]:
+        """The column list of the last run, which was over the bytes at `src`."""
+        found, self._columns = self._columns, np.empty(0, np.uint8)
+        if len(found) or self._cuts is None:
+            return found
+        return block_digests(blocks_at(self._cuts.all_blocks(), src)).ravel()
 
     def _note(self, table: npt.NDArray[np.uint8]) -> None:
         self._table = table
@@ -313,6 +364,32 @@ class LeafPlan(BytePlan):
         keep = np.ones(len(block), bool)
         keep[(ends[:, None] + np.arange(8)).ravel()] = False
         return block[keep].reshape(-1, DIGEST_NBYTES)
+
+
+def blocks_at(blocks: Blocks, addresses: Addresses) -> npt.NDArray[np.uint64]:
+    """Blocks as `block_digests` takes them, of tensors at `addresses`, one for each stored one."""
+    at = addresses[blocks.tensors] + blocks.starts.astype(np.uint64)
+    rest = (blocks.rows, blocks.widths, blocks.pitches)
+    return np.stack((at, *(column.astype(np.uint64) for column in rest)), 1)
+
+
+def checked_columns(part: WeightUpdateManifest, block: bytes) -> bytes:
+    """The column list of `part`, if it has the digest that the header says."""
+    expected = part.table.columns_nbytes
+    if not part.table.columns or len(block) != expected:
+        msg = (
+            f"update {part.update_id}: its column list has {len(block)} bytes, expected "
+            f"{expected}. Send the part as it was published."
+        )
+        raise MalformedManifest(msg)
+    found = xxhash.xxh3_128_hexdigest(block)
+    if found != part.columns:
+        msg = (
+            f"column list checksum mismatch in version {part.weight_version}: its digest is "
+            f"{found}, the manifest says {part.columns}. The update is corrupt: publish again."
+        )
+        raise ChecksumMismatch(msg)
+    return block
 
 
 def checked_block(part: WeightUpdateManifest, block: bytes) -> bytes:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from rl_bridge.manifest.digest import (
     DIGEST_NBYTES,
@@ -161,26 +162,18 @@ class BytePlan:
             _BLOCK,
             int(self.total_nbytes >= _STREAM_NBYTES),
         )
-        helpers = 0
-        if self.total_nbytes >= _SERIAL_NBYTES:
-            threads = default_threads() if num_threads is None else max(1, num_threads)
-            helpers = min(threads, -(-int(self._start[-1]) // _BLOCK)) - 1
-        if helpers:
-            shares: list[_Share] = [Future() for _ in range(helpers)]
-            run = partial(self._native.run, *arguments)
-            try:
-                _POOL.start(shares, run)
-                run()
-            finally:
-                _finish(shares)  # they use the arrays above
-        else:
-            self._native.run(*arguments)
+        run = partial(self._native.run, *arguments, *self._more_arguments())
+        _run_shared(run, self.total_nbytes, int(self._start[-1]), num_threads)
         if not digest:
             return b""
         table = room[_CURSOR_NBYTES:]
         digests = self._combine(table)
         self._note(table)
         return digests
+
+    def _more_arguments(self) -> tuple[int, ...]:
+        """What else the pass is told: how the tensors are cut into columns, and where those go."""
+        return ()
 
     def _combine(self, table: npt.NDArray[np.uint8]) -> bytes:
         """Each tensor's digest from those of its leaves; their lengths are filled in here."""
@@ -226,6 +219,61 @@ class BytePlan:
             msg = f"{addresses.shape[0]} addresses for a plan of {len(self)} tensors"
             raise ValueError(msg)
         return addresses
+
+
+def makes_blocks(native: ModuleType | None) -> bool:
+    """Whether a compiled module digests column blocks; one of an earlier release does not."""
+    return hasattr(native, "digest_blocks")
+
+
+def block_digests(
+    blocks: npt.NDArray[np.uint64], *, num_threads: int | None = None
+) -> npt.NDArray[np.uint8]:
+    """Digest column blocks: uint8, shape [blocks, 16]. See `rl_bridge.manifest.columns`.
+
+    Args:
+        blocks: uint64, shape [blocks, 4]: address of the first byte, rows, bytes of a row's piece,
+            and how far one piece is behind the one before it.
+        num_threads: threads to use; None takes the usable cores.
+
+    """
+    blocks = np.ascontiguousarray(blocks, np.uint64)
+    num = len(blocks)
+    if NATIVE is None or not makes_blocks(NATIVE):
+        digests = [_block_digest(*block) for block in blocks.tolist()]
+        return np.frombuffer(b"".join(digests), np.uint8).reshape(num, DIGEST_NBYTES)
+    sizes = blocks[:, 1] * blocks[:, 2]
+    out = np.empty((num, DIGEST_NBYTES), np.uint8)
+    cursor = np.zeros(1, np.uint64)
+    most = int(sizes.max(initial=0))
+    given = (num, _address_of(blocks), _address_of(out), _address_of(cursor), _BLOCK, most)
+    _run_shared(partial(NATIVE.digest_blocks, _HASH, *given), int(sizes.sum()), num, num_threads)
+    return out
+
+
+def _block_digest(address: int, rows: int, width: int, pitch: int) -> bytes:
+    raw = (ctypes.c_char * ((rows - 1) * pitch + width)).from_address(address)
+    pieces = np.ndarray((rows, width), np.uint8, memoryview(raw), strides=(pitch, 1))
+    return xxhash.xxh3_128_digest(pieces.tobytes())
+
+
+def _run_shared(
+    run: Callable[[], object], nbytes: int, units: int, num_threads: int | None
+) -> None:
+    """Run a pass in this thread, and in others if it is long: each takes blocks of units."""
+    helpers = 0
+    if nbytes >= _SERIAL_NBYTES:
+        threads = default_threads() if num_threads is None else max(1, num_threads)
+        helpers = min(threads, -(-units // _BLOCK)) - 1
+    if helpers <= 0:
+        run()
+        return
+    shares: list[_Share] = [Future() for _ in range(helpers)]
+    try:
+        _POOL.start(shares, run)
+        run()
+    finally:
+        _finish(shares)  # they use the caller's arrays
 
 
 _Share = Future[None]

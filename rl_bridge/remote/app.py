@@ -51,7 +51,7 @@ _SIGNED = (
 def manifest_body() -> dict[str, Any]:
     """The body of an update, for the description: we read it ourselves, not FastAPI."""
     fields = {
-        "format": {"type": "string", "const": "rl_bridge.manifest/2"},
+        "format": {"type": "string", "const": "rl_bridge.manifest/3"},
         "header": {"type": "object"},
         "layout": {"type": "object"},
     }

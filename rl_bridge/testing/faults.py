@@ -289,6 +289,7 @@ class _FaultyPublisher(PublisherEnd):
         self.owner = owner
         self.inner = inner
         self.place = inner.place
+        self.columns = inner.columns
         self.handles: dict[str, Mapping[str, Any]] = {}
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:

@@ -148,17 +148,21 @@ class PublisherEnd(ABC):
 
     Attributes:
         place: where the tensors that it carries lie.
+        columns: whether it carries a column list (`rl_bridge.manifest.columns`), by which a reader
+            of some columns reads only those. It costs the publisher up to half of the pass that
+            seals a version, so it is worth it where reading is dearer than that.
 
     """
 
     place: Place = CPU_PLACE
+    columns: bool = False
 
     @abstractmethod
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Take a snapshot of `tensors` that never changes again (G1), and digest it.
 
         ``plan.pack(tensors, address)`` does both, into ``plan.table.arena_nbytes`` bytes. All of
-        them are carried: the leaf list of the tensors stands behind them.
+        them are carried: the lists of the tensors' digests stand behind them.
 
         Raises:
             WeightBridgeError: nothing was published and nothing is held.

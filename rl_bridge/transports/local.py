@@ -169,7 +169,7 @@ class _LocalConsumer(ConsumerEnd):
         sources = table.offset_column + source.address
         plan.copy(sources, attachment.tensors.addresses, num_threads=self._num_threads)
         at = table.leaves_offset
-        ctypes.memmove(pin.address + at, source.address + at, table.leaves_nbytes)
+        ctypes.memmove(pin.address + at, source.address + at, table.lists_nbytes)
         return attachment
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:

@@ -131,7 +131,7 @@ def altered(change: Callable[[dict[str, Any]], object], *, seal: bool = True) ->
     change(document)
     if seal:
         document["header"]["layout_digest"] = text_digest(canonical_json(document["layout"]))
-    head = f'{{"format":"rl_bridge.group/2","header":{canonical_json(document["header"])}'
+    head = f'{{"format":"rl_bridge.group/3","header":{canonical_json(document["header"])}'
     return f'{head},"layout":{canonical_json(document["layout"])}}}'
 
 
@@ -228,7 +228,7 @@ def test_an_altered_header_is_refused(number: int) -> None:
     assert isinstance(refused(altered(change)), kind)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format":"rl_bridge.manifest/2"', "é"])
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format":"rl_bridge.manifest/3"', "é"])
 def test_text_of_no_group_manifest_is_refused(text: str) -> None:
     assert isinstance(refused(text), MalformedManifest)
 

@@ -55,9 +55,9 @@ def test_the_text_before_it_is_damaged_is_fine() -> None:
 # ---- the text as a whole ------------------------------------------------------------------------
 
 CASES: dict[str, tuple[Callable[[str], str], str]] = {
-    "empty": (lambda _: "", "no manifest of format rl_bridge.manifest/2"),
+    "empty": (lambda _: "", "no manifest of format rl_bridge.manifest/3"),
     "not-json": (lambda _: "weights.safetensors", "no manifest of format"),
-    "other-format": (lambda t: t.replace("manifest/2", "manifest/3"), "same rl_bridge release"),
+    "other-format": (lambda t: t.replace("manifest/3", "manifest/4"), "same rl_bridge release"),
     "no-format": (lambda t: "{" + t[t.index('"header"') :], "no manifest of format"),
     "leading-space": (lambda t: " " + t, "no manifest of format"),
     "pretty": (lambda t: t.replace(":", ": "), "no manifest of format"),
@@ -66,8 +66,8 @@ CASES: dict[str, tuple[Callable[[str], str], str]] = {
     "trailing-text": (lambda t: t + "x", "expected its layout or the end"),
     "truncated": (lambda t: t[:-2], "expected its layout or the end"),
     "truncated-header": (lambda t: t[: len(t) // 3], "no valid JSON"),
-    "header-null": (lambda _: '{"format":"rl_bridge.manifest/2","header":null}', "no JSON object"),
-    "header-list": (lambda _: '{"format":"rl_bridge.manifest/2","header":[]}', "no JSON object"),
+    "header-null": (lambda _: '{"format":"rl_bridge.manifest/3","header":null}', "no JSON object"),
+    "header-list": (lambda _: '{"format":"rl_bridge.manifest/3","header":[]}', "no JSON object"),
     "space-in-header": (lambda t: t.replace('"root":', '"root": '), "not canonical JSON"),
     "unsorted-header": (
         lambda t: t.replace('"source_rank":0,', "").replace('"root"', '"source_rank":0,"root"'),

@@ -189,7 +189,7 @@ def test_a_digest_in_place_is_that_of_the_packed_bytes() -> None:
     packed = plan.leaf_list.tobytes()
     plan.digest_in_place(tensors)
     list_at = anonymous_pin(plan.table.leaves_nbytes)
-    plan.write_leaves(list_at.address)
+    plan.write_lists(list_at.address)
     assert bytes(list_at.buffer)[: len(packed)] == packed
 
 

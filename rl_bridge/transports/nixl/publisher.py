@@ -30,6 +30,7 @@ class NIXLPublisher(PublisherEnd):
         store: VersionStore,
         *,
         place: Place,
+        columns: bool,
         token: bytes,
         max_consumers: int,
         num_threads: int | None,
@@ -38,6 +39,7 @@ class NIXLPublisher(PublisherEnd):
         """Serve readers from now on."""
         self.endpoint = endpoint
         self.place = place
+        self.columns = columns
         self._host = host
         self._num_threads = num_threads
         self._is_closed = False

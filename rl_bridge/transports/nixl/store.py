@@ -317,7 +317,7 @@ class _LiveTensors:
         plan: the plan.
         tensors: keeps the tensors alive.
         number: the number that readers know them by.
-        leaves: memory of the store's own for their leaf list; None if they have none.
+        lists: memory of the store's own for their lists of digests; None if they have none.
         region: all of this memory, registered; None if there is none.
         where: the ranges of the tensors that are not empty, and of the leaf list.
 
@@ -326,7 +326,7 @@ class _LiveTensors:
     plan: PackPlan
     tensors: tuple[torch.Tensor, ...]
     number: int
-    leaves: Pin | None
+    lists: Pin | None
     region: Region | None
     where: _Ranges
 
@@ -369,8 +369,8 @@ class InPlaceStore(VersionStore):
             digests = plan.digest_in_place(tensors, num_threads=num_threads)
             with lock:
                 live = self._tensors_of[update_id] = self._registered(plan, tensors)
-                if live.leaves is not None:
-                    plan.write_leaves(live.leaves.address)
+                if live.lists is not None:
+                    plan.write_lists(live.lists.address)
                 slot.update_id = update_id
                 slot.stamp(update_id, plan.table.arena_nbytes)
                 self._published[update_id] = _Published(slot, generation, plan.table.arena_nbytes)
@@ -404,15 +404,15 @@ class InPlaceStore(VersionStore):
             )
             if nbytes
         ]
-        table, leaves = plan.table, None
-        if table.leaves_nbytes:
-            leaves = anonymous_pin(table.leaves_nbytes)
-            rows.append((leaves.address, table.leaves_offset, table.leaves_nbytes))
+        table, lists = plan.table, None
+        if table.lists_nbytes:
+            lists = anonymous_pin(table.lists_nbytes)
+            rows.append((lists.address, table.leaves_offset, table.lists_nbytes))
         columns = tuple(tuple(row[column] for row in rows) for column in range(3))
         region = self._register([(address, nbytes) for address, _, nbytes in rows])
         self._numbers += 1
         where = (columns[0], columns[1], columns[2])
-        self._live = _LiveTensors(plan, kept, self._numbers, leaves, region, where)
+        self._live = _LiveTensors(plan, kept, self._numbers, lists, region, where)
         return self._live
 
     def _register(self, ranges: list[tuple[int, int]]) -> Region | None:
@@ -479,7 +479,7 @@ class InPlaceStore(VersionStore):
     def nbytes(self) -> int:
         """Bytes besides the trainer's own."""
         live = self._live
-        return self._slot.nbytes + (live.leaves.nbytes if live and live.leaves else 0)
+        return self._slot.nbytes + (live.lists.nbytes if live and live.lists else 0)
 
     def _deregister_unused(self, live: _LiveTensors | None, *, but: str = "") -> None:
         """Deregister tensors unless a version other than `but` lies in them and may be read."""

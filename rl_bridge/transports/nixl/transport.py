@@ -59,6 +59,7 @@ class NIXL(Transport):
         device: int | None = None,
         serve: Literal["process", "inline"] | None = None,
         in_place: bool = False,
+        columns: bool = True,
         max_slots: int = 4,
         max_consumers: int = 64,
         num_threads: int | None = None,
@@ -85,6 +86,9 @@ class NIXL(Transport):
                 is published at a time; the trainer must not write to the tensors, nor free them,
                 before it released the version. A read that overlaps a write is refused. Served
                 ``inline``.
+            columns: digest blocks of columns, too, by which a reader of some columns of a tensor
+                reads only those. Sealing a version takes up to half as long again: leave it out
+                where no reader cuts tensors that way. Weights on a GPU have none.
             max_slots: most versions held in the publisher's memory at a time.
             max_consumers: most readers at a time.
             num_threads: threads that copy and digest; None takes the usable cores.
@@ -122,6 +126,9 @@ class NIXL(Transport):
         if type(in_place) is not bool:
             raise TypeError(f"in_place={in_place!r}: expected True or False.")
         self._in_place = in_place
+        if type(columns) is not bool:
+            raise TypeError(f"columns={columns!r}: expected True or False.")
+        self._columns = columns
         self._serve = self._checked_serve(serve)
         self._max_slots = checked_count("max_slots", max_slots)
         self._max_consumers = checked_count("max_consumers", max_consumers)
@@ -183,6 +190,7 @@ class NIXL(Transport):
                 host,
                 store,
                 place=arenas.place,
+                columns=self._columns,
                 token=bytes.fromhex(token),
                 max_consumers=self._max_consumers,
                 num_threads=self._num_threads,
