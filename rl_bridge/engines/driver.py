@@ -8,6 +8,10 @@ rank a `RankHost`.
 If a driver dies in the middle of an update, its successor ends that update as it takes over. If all
 ranks hold it and have proven it, requests may have been served by it, so it is committed; else it
 is undone on all ranks.
+
+An engine may have its model several times, in replicas whose ranks vote for themselves alone. That
+all replicas install or none is this driver's to see to, in a pause of all of them: it goes on when
+every replica has proven the update, and else takes it back on those that have.
 """
 
 import logging
@@ -125,6 +129,7 @@ class EngineDriver(TransactionalAdapter):
         self._manifest: WeightUpdateManifest | None = None
         self._refusal: str | None = None  # a rank's; None: the update may come again
         self._held = ""  # what the ranks hold, in words
+        self._replicas = 1
         self._layout: tuple[str, int] | None = None  # whose parts are known, and in which session
         self._shards: list[list[Shard]] = []  # the parts that each rank takes
         self._proofs: list[dict[str, Any]] = []
@@ -162,12 +167,15 @@ class EngineDriver(TransactionalAdapter):
         # Another engine may be there in another session.
         layout = (manifest.table.digest, self._client.epoch)
         given |= {"imports": self.imports_itself, "shards": layout != self._layout}
+        given |= {"replicas": self._replicas}
         self._step, self._manifest = _Step.PREPARED, manifest
         try:
             replies = self._client.ask("prepare", **given)
             if layout != self._layout:
                 shards = [parse_shards(reply["shards"], manifest) for reply in replies]
-                check_covered(manifest, shards)
+                size = len(shards) // self._replicas
+                for start in range(0, len(shards), size):
+                    check_covered(manifest, shards[start : start + size])
                 self._layout, self._shards = layout, shards
         except Exception as error:
             self._refusal = self._refusal_of(error)
@@ -291,16 +299,24 @@ class EngineDriver(TransactionalAdapter):
 
     def _describe_ranks(self) -> Replies:
         """What the ranks say of themselves. An engine that does not answer is told early."""
-        self._client.require_alone()
-        replies = self._client.ask("describe", within_s=_LIFE_S)
-        ranks = replies[0]["world_size"]
-        if len(replies) != ranks:
-            # The others would be waited for in a vote.
+        self._replicas = self._client.replicas()
+        if self._replicas > 1 and not self._serving.pauses:
             msg = (
-                f"{len(replies)} of the engine's ranks answered, expected {ranks}: this process "
+                f"the engine has {self._replicas} replicas, which do not install at the same "
+                "moment: without a pause, requests are answered by two versions. Let updates "
+                "pause it."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        replies = self._client.ask("describe", within_s=_LIFE_S)
+        ranks = self._replicas * replies[0]["world_size"]
+        answered = {reply["rank"] for reply in replies}
+        if answered != set(range(ranks)):
+            # The others would be waited for in a vote, or serve another version.
+            msg = (
+                f"{len(answered)} of the engine's ranks answered, expected {ranks}: this process "
                 "reaches only some of its workers, as with "
-                "distributed_executor_backend='external_launcher'. Let the engine start all of "
-                "them."
+                "distributed_executor_backend='external_launcher' or an external load balancer. "
+                "Let the engine start all of them."
             )
             raise WeightBridgeUnavailableError(msg)
         self._held = _describe_version(replies[0]["weight_version"])

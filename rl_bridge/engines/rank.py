@@ -52,7 +52,13 @@ class RankHost(ABC):
 
     name: str  # the engine's, as publishers are told it
     model: torch.nn.Module  # this rank's
-    group: RankGroup  # all ranks of the engine
+    group: RankGroup  # the ranks that compute one model together
+    replica: int = 0  # which of the engine's replicas that model is, if it has several
+
+    @property
+    def rank(self) -> int:
+        """Its number among the ranks of all replicas."""
+        return self.replica * self.group.size + self.group.rank
 
     @abstractmethod
     def make_installer(self, options: Mapping[str, Any]) -> TransactionalAdapter:
@@ -155,7 +161,7 @@ class EngineRank:
             self._finish_commit()
         self._require_idle()
         self.abandon(None)
-        bridge = self._bridges.of(manifest, self.host.group.rank) if imports else None
+        bridge = self._bridges.of(manifest, self.host.rank) if imports else None
         start, told = time.perf_counter(), dict[str, float]()
         self.pending, self.stage, self._imports = manifest, Stage.PREPARED, imports
         self._imported = manifest
@@ -226,7 +232,7 @@ class EngineRank:
 
         def step() -> None:
             manifest = self._meant(update_id)
-            mine = parts[self.host.group.rank]
+            mine = parts[self.host.rank]
             self.installer.expect([bytes.fromhex(part) for part in mine])
             self._prove(manifest)
 
@@ -341,7 +347,7 @@ class EngineRank:
 
     def _acknowledge(self, manifest: WeightUpdateManifest, proof: InstallProof) -> Reply:
         """Tell the trainer, once, that its update is active here; a failure is in the answer."""
-        bridge = self._bridges.of(manifest, self.host.group.rank)
+        bridge = self._bridges.of(manifest, self.host.rank)
         try:
             if bridge.active_update_id != manifest.update_id:
                 evidence, timings = proof.to_dict(), dict(self._timings_ms)
@@ -450,7 +456,7 @@ def answer(rank: EngineRank, verb: str, payload: object) -> Reply:
     A rank that raised would leave the answers of those behind it to be taken for the next call's.
     """
     given: Payload = payload if isinstance(payload, Mapping) else {}
-    reply: Reply = {"rank": rank.host.group.rank, "call": given.get("call")}
+    reply: Reply = {"rank": rank.host.rank, "call": given.get("call")}
     try:
         if not isinstance(payload, Mapping):
             msg = f"payload is a {type(payload).__name__}, expected an object. Pass one."

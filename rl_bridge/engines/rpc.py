@@ -88,8 +88,12 @@ class EngineClient(ABC):
 
         """
 
-    def require_alone(self) -> None:  # noqa: B027 - only some have replicas behind one engine
-        """Refuse an engine of several replicas, which do not decide together."""
+    def replicas(self) -> int:
+        """How many times the engine has the model, each time on ranks that vote for themselves.
+
+        A call asks the ranks of all replicas, one replica after the other in what it returns.
+        """
+        return 1
 
     @abstractmethod
     def pause(self, mode: str | None, *, undoes: bool = False) -> None:

@@ -61,7 +61,7 @@ def _plant(_: torch.nn.Module, step: str, fault: str, rank: int) -> None:
 
     def faulty(owner: EngineRank) -> Any:
         made = _installer_of.fget(owner)
-        return _Faulty(made, owner, step, fault) if owner.host.group.rank == rank else made
+        return _Faulty(made, owner, step, fault) if owner.host.rank == rank else made
 
     patched: Any = EngineRank
     patched.installer = property(faulty)
@@ -91,14 +91,14 @@ class _Faulty:
 def _take_back(model: torch.nn.Module, rank: int) -> None:
     """Let one rank alone undo its update, as one does that heard a vote for a no."""
     mine = known_rank(model)
-    if mine is not None and mine.host.group.rank == rank:
+    if mine is not None and mine.host.rank == rank:
         mine.undo("it took the vote for a no")
 
 
 def _open(model: torch.nn.Module, rank: int, epoch: int) -> None:
     """Let one rank alone hear of a session, as if its driver died while it opened it."""
     mine = known_rank(model)
-    if mine is not None and mine.host.group.rank == rank:
+    if mine is not None and mine.host.rank == rank:
         mine.session.open("lost", "somebody lost", epoch, take_over=True)
 
 

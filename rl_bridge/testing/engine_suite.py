@@ -145,7 +145,9 @@ class EngineSuite:
     """
 
     ranks: ClassVar[int] = 2
-    """How many ranks the engine has."""
+    """How many ranks the engine has, in all of its replicas."""
+    replicas: ClassVar[int] = 1
+    """How many replicas it has."""
     publishers: ClassVar[int] = 1
     """How many trainer ranks publish each version; if several, each holds a shard of it."""
     kills: ClassVar[tuple[str, ...]] = ("prepare", "install", "prove", "commit")
@@ -339,18 +341,23 @@ class EngineSuite:
                 rig.check(1, late)
 
     def test_ranks_go_back_within_the_call_that_failed(self, rig: "Rig") -> None:
-        """No step of the model comes in between, whatever becomes of the driver."""
+        """No step of the model comes in between, whatever becomes of the driver.
+
+        Other replicas go back with its undo, and are paused until then.
+        """
+        together = self.ranks // self.replicas
         before, (driver, _) = rig.contents(), rig.driver()
         manifest, tensors = rig.publish(1), dict(self.weights(1))
         driver.prepare(manifest, tensors)
         rig.plant("prove", "raises", 0)
         with pytest.raises(WeightUpdateRejectedError, match=FAULT):
             driver.install(manifest, tensors)
-        assert rig.contents() == before
+        assert rig.contents()[:together] == before[:together]
+        assert rig.is_paused()
         rig.uproot()
         driver.undo()
         driver.close()
-        rig.check(0)
+        rig.check_back(before)
 
     def test_what_a_rank_refused_is_told_to_the_trainer_and_never_let_in_again(
         self, rig: "Rig"

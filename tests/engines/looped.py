@@ -25,15 +25,25 @@ DEADLINE_S = 120
 class Running:
     """One request under way."""
 
-    def __init__(self, engine: "Looped", name: str, prompt: Sequence[int], tokens: int) -> None:
+    def __init__(
+        self,
+        engine: "Looped",
+        name: str,
+        prompt: Sequence[int],
+        tokens: int,
+        replica: int | None = None,
+    ) -> None:
         """Send it."""
         self.length = 0
-        self._future = engine.submit(self._follow(engine, name, prompt, tokens))
+        self._future = engine.submit(self._follow(engine, name, prompt, tokens, replica))
 
-    async def _follow(self, engine: "Looped", name: str, prompt: Sequence[int], tokens: int) -> Any:
+    async def _follow(
+        self, engine: "Looped", name: str, prompt: Sequence[int], tokens: int, replica: int | None
+    ) -> Any:
         last = None
         (given,) = prompts_for((prompt,))
-        async for output in engine.llm.generate(given, greedy(tokens), request_id=name):
+        options = {"request_id": name, "data_parallel_rank": replica}
+        async for output in engine.llm.generate(given, greedy(tokens), **options):
             last = output
             self.length = len(output.outputs[0].token_ids)
         return last
@@ -55,19 +65,19 @@ class Running:
 class Looped:
     """The engine, from another thread."""
 
-    def __init__(self, setting: Setting, path: str) -> None:
-        """Start it."""
+    def __init__(self, setting: Setting, path: str, **options: Any) -> None:
+        """Start it; options are `AsyncEngineArgs`'s."""
         self.loop = asyncio.new_event_loop()
         self._names = iter(range(1_000_000))
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.llm: Any = self.run(self._start(setting, path))
+        self.llm: Any = self.run(self._start({**arguments(setting, path), **options}))
 
-    async def _start(self, setting: Setting, path: str) -> Any:
+    async def _start(self, options: dict[str, Any]) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(setting, path)))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
         """Let the loop run it."""
@@ -77,16 +87,21 @@ class Looped:
         """Let the loop run it, and wait."""
         return self.submit(coroutine).result(DEADLINE_S)
 
-    def ask(self, prompt: Sequence[int], tokens: int = MAX_TOKENS) -> Running:
-        """Send one request."""
-        return Running(self, f"r{next(self._names)}", prompt, tokens)
+    def ask(
+        self, prompt: Sequence[int], tokens: int = MAX_TOKENS, replica: int | None = None
+    ) -> Running:
+        """Send one request, to one of its replicas if it has several."""
+        return Running(self, f"r{next(self._names)}", prompt, tokens, replica)
 
     def answers(
-        self, prompts: Sequence[Sequence[int]] = PROMPTS, tokens: int = MAX_TOKENS
+        self,
+        prompts: Sequence[Sequence[int]] = PROMPTS,
+        tokens: int = MAX_TOKENS,
+        replica: int | None = None,
     ) -> Answers:
         """What it answers, computed anew."""
         assert self.run(self.llm.reset_prefix_cache())
-        requests = [self.ask(prompt, tokens) for prompt in prompts]
+        requests = [self.ask(prompt, tokens, replica) for prompt in prompts]
         return read([request.result() for request in requests])
 
     def close(self) -> None:
@@ -98,9 +113,9 @@ class Looped:
 
 
 @contextmanager
-def looped(setting: Setting, path: str) -> Iterator[Looped]:
+def looped(setting: Setting, path: str, **options: Any) -> Iterator[Looped]:
     """Start it; it ends with the block."""
-    engine = Looped(setting, path)
+    engine = Looped(setting, path, **options)
     try:
         yield engine
     finally:

@@ -71,10 +71,13 @@ class Served:
 
 
 @contextmanager
-def served(setting: Setting, path: str, log: Path, **environment: str) -> Iterator[Served]:
+def served(
+    setting: Setting, path: str, log: Path, *, replicas: int = 1, **environment: str
+) -> Iterator[Served]:
     """Start it; it is killed with the block."""
     port = free_port()
     flags = [*_flags(setting, path), "--host", "127.0.0.1", "--port", str(port)]
+    flags += ["--data-parallel-size", str(replicas)]
     command = ["vllm.entrypoints.openai.api_server", *flags]
     with launched(command, log, PYTHONPATH=str(ROOT), **environment) as process:
         server = Served(f"http://127.0.0.1:{port}", process)

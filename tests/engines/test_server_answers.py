@@ -87,7 +87,7 @@ def test_an_answer_of_something_else_than_vllm_is_told_as_that(text: str) -> Non
         client = ServerClient(url, WAIT_S)
         for ask in (
             lambda: client.call("describe", {}, client.timeout_s),
-            client.data_parallel_size,
+            client.replicas,
             client.is_paused,
         ):
             with pytest.raises(WeightBridgeUnavailableError, match="no vLLM server does"):

@@ -201,20 +201,30 @@ def host(**parallel: int) -> VLLMHost:
 
 
 ALONE = {"data_parallel_size": 1, "data_parallel_index": 0, "pipeline_parallel_size": 1}
+ALONE |= {"elastic_ep_max_dp_size": 1, "enable_elastic_ep": False}
 
 
 def test_an_engine_that_stands_alone_is_supported() -> None:
     host(**ALONE).check({})
     host(data_parallel_size=1, pipeline_parallel_size=1).check({})  # an older vLLM has no index
+    host(**{**ALONE, "elastic_ep_max_dp_size": 2, "enable_elastic_ep": True}).check({})
+
+
+def test_replicas_that_a_driver_holds_together_are_supported() -> None:
+    for number in (0, 1):
+        one = host(**{**ALONE, "data_parallel_index": number, "elastic_ep_max_dp_size": 2})
+        one.check({"replicas": 2})
+        assert one.rank == number
 
 
 @pytest.mark.parametrize(
     ("parallel", "says"),
     [
-        ({"data_parallel_size": 2}, "data_parallel_size=2, expected 1"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2, and its replicas take each step"),
         ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3, expected 1"),
-        # By its number, as vLLM counts: the first one of its group has 0.
-        ({"data_parallel_index": 1}, r"is replica 1 of a data-parallel group"),
+        ({"data_parallel_index": 1}, "is replica 1 of a data-parallel group"),
+        # The first one of its group is told by what else vLLM left of their number.
+        ({"elastic_ep_max_dp_size": 2}, "is replica 0 of a data-parallel group"),
     ],
     ids=str,
 )

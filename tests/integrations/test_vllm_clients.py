@@ -9,7 +9,6 @@ import pytest
 
 from rl_bridge import (
     TensorBridge,
-    WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.engines.rpc import Replies
@@ -65,13 +64,6 @@ def test_no_request_is_waited_for_that_runs_with_what_is_undone(
     adapter.undo()
     assert client.modes == [mode, at_undo]
     assert engine.is_idle()
-
-
-def test_replicas_that_do_not_decide_together_are_refused(
-    engine: Engine, trainer: TensorBridge
-) -> None:
-    with pytest.raises(WeightBridgeUnavailableError, match="data_parallel_size=2, expected 1"):
-        VLLMEngineAdapter(Client(engine, replicas=2)).prepare(publish(trainer, 1), {})
 
 
 # ---- what is refused before any update ----------------------------------------------------------

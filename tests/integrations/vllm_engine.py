@@ -12,19 +12,15 @@ __all__ = ["Client"]
 class Client(VLLMClient):
     """One driver's."""
 
-    def __init__(self, engine: Engine, replicas: int = 1) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(WAIT_S)
         self.engine = engine
-        self.replicas = replicas
         self.media = ["of the old weights"]
         self.prefixes = ["of the old weights"]
         self.modes: list[str] = []
 
     def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
         return self.engine.ask(verb, json.loads(json.dumps(payload)))
-
-    def data_parallel_size(self) -> int:
-        return self.replicas
 
     def stop(self, mode: str) -> None:
         self.modes.append(mode)

@@ -32,10 +32,6 @@ class VLLMClient(EngineClient):
     """What the three kinds of vLLM engines have in common."""
 
     @abstractmethod
-    def data_parallel_size(self) -> int:
-        """How many replicas there are behind this engine."""
-
-    @abstractmethod
     def reset_encoder_cache(self) -> None:
         """Drop what was made of images and other media."""
 
@@ -51,16 +47,6 @@ class VLLMClient(EngineClient):
     @abstractmethod
     def stop(self, mode: str) -> None:
         """Pause the scheduler by one of vLLM's modes."""
-
-    def require_alone(self) -> None:
-        """Refuse an engine of several replicas. See `EngineClient`."""
-        degree = self.data_parallel_size()
-        if degree != 1:
-            msg = (
-                f"the engine has data_parallel_size={degree}, expected 1: its replicas do not "
-                "decide together. Use one engine and one executor for each replica."
-            )
-            raise WeightBridgeUnavailableError(msg)
 
     def pause(self, mode: str | None, *, undoes: bool = False) -> None:
         """Stop scheduling: ``keep`` freezes requests, ``wait`` ends them, ``abort`` aborts them."""
@@ -115,8 +101,8 @@ class _LocalClient(VLLMClient):
         replies: Replies = self._do(verb, action, timeout_s=timeout_s)
         return replies
 
-    def data_parallel_size(self) -> int:
-        """How many replicas there are."""
+    def replicas(self) -> int:
+        """How many data-parallel replicas there are. See `EngineClient`."""
         return int(self._core.vllm_config.parallel_config.data_parallel_size)
 
     def reset_encoder_cache(self) -> None:
@@ -320,8 +306,8 @@ class ServerClient(VLLMClient):
             raise self._strange("collective_rpc", told)
         return replies
 
-    def data_parallel_size(self) -> int:
-        """How many replicas there are behind the server."""
+    def replicas(self) -> int:
+        """How many data-parallel replicas there are behind the server. See `EngineClient`."""
         sizes = []
         for flag in ("true", "false"):
             told = self._send("GET", "get_world_size", "tell its size", params={"include_dp": flag})

@@ -45,6 +45,8 @@ class VLLMHost(RankHost):
         """Look at a worker's model."""
         self.model = model
         self.group = group
+        # (An older vLLM has no such number.)
+        self.replica = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
         self._config = vllm_config
 
     def make_installer(self, options: Mapping[str, Any]) -> TransactionalAdapter:
@@ -55,25 +57,36 @@ class VLLMHost(RankHost):
         return made
 
     def check(self, given: Mapping[str, Any]) -> None:
-        """Refuse replicas and pipeline stages."""
-        del given
+        """Refuse pipeline stages, and replicas that no driver holds together."""
         parallel = self._config.parallel_config
-        index = getattr(parallel, "data_parallel_index", 0)
-        if index:
+        if parallel.data_parallel_size != 1:
             msg = (
-                f"the engine is replica {index} of a data-parallel group (data_parallel_index), "
-                "expected one that stands alone: replicas do not decide together. Start it without "
-                "data parallelism, and use one executor for each engine."
+                f"the engine has data_parallel_size={parallel.data_parallel_size}, and its "
+                "replicas take each step of the model together, as those of a model of experts "
+                "do; expected replicas that each compute alone. Use tensor parallelism for such a "
+                "model, and one executor for each engine."
             )
             raise WeightBridgeUnavailableError(msg)
-        for name in ("data_parallel_size", "pipeline_parallel_size"):
-            degree = getattr(parallel, name)
-            if degree != 1:
-                msg = (
-                    f"the engine has {name}={degree}, expected 1: its ranks cannot decide together "
-                    "here. Use tensor parallelism, and one executor for each engine."
-                )
-                raise WeightBridgeUnavailableError(msg)
+        if self._has_others() and given.get("replicas", 1) == 1:
+            msg = (
+                f"the engine is replica {self.replica} of a data-parallel group, and this call "
+                "does not see to it that all replicas install, or none. Use VLLMEngineAdapter, "
+                "with an AsyncLLM or a server that starts all of its replicas itself."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        if parallel.pipeline_parallel_size != 1:
+            msg = (
+                f"the engine has pipeline_parallel_size={parallel.pipeline_parallel_size}, "
+                "expected 1: its ranks cannot decide together here. Use tensor parallelism, and "
+                "one executor for each engine."
+            )
+            raise WeightBridgeUnavailableError(msg)
+
+    def _has_others(self) -> bool:
+        """Whether it is one of several replicas; vLLM has set their number to 1 in each."""
+        parallel = self._config.parallel_config
+        most = getattr(parallel, "elastic_ep_max_dp_size", 1)  # which it left as it was
+        return self.replica > 0 or (most > 1 and not parallel.enable_elastic_ep)
 
 
 def vllm_rank(model: torch.nn.Module, vllm_config: Any) -> EngineRank:
@@ -83,7 +96,10 @@ def vllm_rank(model: torch.nn.Module, vllm_config: Any) -> EngineRank:
         state = require("vllm.distributed.parallel_state")
         inner = getattr(state, "_INNER_DP_WORLD", None)
         found = inner if inner is not None else state.get_world_group()
-        group = RankGroup(int(found.rank_in_group), int(found.world_size), found.cpu_group)
+        size = int(found.world_size)
+        if inner is None:  # replicas that compute together are in one group, and are refused
+            size //= int(vllm_config.parallel_config.data_parallel_size)
+        group = RankGroup(int(found.rank_in_group) % size, size, found.cpu_group)
         return VLLMHost(model, vllm_config, group)
 
     return rank_of(model, make_host)

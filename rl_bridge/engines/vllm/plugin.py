@@ -2,9 +2,10 @@
 
 It registers the weight-transfer backend ``rl_bridge`` and gives workers one method more, by which
 `VLLMEngineAdapter` reaches them through vLLM's own ``collective_rpc``. (vLLM names this group as
-the place where plugins install worker-side methods.) With that backend, vLLM's own calls for an
-update go through `rl_bridge.engines.vllm.transfer_engine`. A vLLM that cannot be served starts all
-the same: the log says why.
+the place where plugins install worker-side methods.) Of data-parallel replicas, ``collective_rpc``
+asks all and returns what the first one's workers said; for that method, what all workers said. With
+that backend, vLLM's own calls for an update go through `rl_bridge.engines.vllm.transfer_engine`. A
+vLLM that cannot be served starts all the same: the log says why.
 """
 
 import logging
@@ -20,6 +21,7 @@ BACKEND = "rl_bridge"
 """What users write: ``weight_transfer_config={"backend": "rl_bridge"}``."""
 METHOD = "rl_bridge"
 """Name of the workers' method."""
+_RPC = "collective_rpc_async"
 # What a driver calls, and when, is its own mistake to make: all ranks tell it together.
 _CALLS = (
     "start_weight_update",
@@ -47,6 +49,10 @@ def register() -> None:
         # What executors call: it hands all that it does not have itself to its worker.
         if name not in vars(workers.WorkerWrapperBase):
             setattr(workers.WorkerWrapperBase, name, _together(name))
+    # Beside the engine, not in its workers; a vLLM that has no such client reaches no replicas.
+    client = getattr(require("vllm.v1.engine.core_client"), "DPLBAsyncMPClient", None)
+    if hasattr(client, "call_utility_all_async") and _RPC not in vars(client):
+        setattr(client, _RPC, _of_all_replicas(getattr(client, _RPC)))
 
 
 def _call(worker: Any, verb: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -71,4 +77,23 @@ def _together(name: str) -> Callable[..., Any]:
         return call_together(worker, name, arguments, options)
 
     call.__name__ = name
+    return call
+
+
+def _of_all_replicas(first: Callable[..., Any]) -> Callable[..., Any]:
+    """``collective_rpc`` of an engine with replicas, where vLLM's returns what the `first` said."""
+
+    async def call(
+        client: Any,
+        method: Any,
+        timeout: float | None = None,  # noqa: ASYNC109 - vLLM's own signature
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        if method != METHOD:
+            told: list[Any] = await first(client, method, timeout, args, kwargs)
+            return told
+        each = await client.call_utility_all_async("collective_rpc", method, timeout, args, kwargs)
+        return [reply for replica in each for reply in replica]
+
     return call
