@@ -167,7 +167,7 @@ class EngineRank:
         self._imported = manifest
         try:
             if bridge is not None:
-                needs, rank = self._needs(manifest), self.host.group.rank
+                needs, rank = self._needs(manifest), self.host.rank
                 self._imported, self._tensors = self._bridges.bring(manifest, rank, needs)
                 told = dict(bridge.timings(manifest.update_id))
             imported = time.perf_counter()
