@@ -19,6 +19,7 @@ import torch
 from rl_bridge import (
     EngineLost,
     TornEngine,
+    WeightBridgeUnavailableError,
     WeightUpdateManifest,
     WeightUpdateRejectedError,
 )
@@ -205,6 +206,20 @@ def test_a_replica_that_was_killed_is_a_typed_error_within_its_deadline(
         until(lambda: engine.llm.errored, what="vLLM notices, too")
         with pytest.raises((EngineLost, TornEngine)):
             executor.update_weights(trainer.publish(weights[1]))
+
+
+@FULL
+@pytest.mark.timeout(400)  # an engine starts
+def test_replicas_that_share_experts_are_refused_by_name(
+    checkpoints: Checkpoints, trainer: Trainer
+) -> None:
+    setting = Setting(Kind("moe"), in_process=False)
+    with (
+        started(setting, checkpoints) as engine,
+        executor_for(engine.llm, loop=engine.loop) as executor,
+        pytest.raises(WeightBridgeUnavailableError, match="data_parallel_size=2, and its replicas"),
+    ):
+        executor.update_weights(trainer.publish(checkpoints.weights(setting.kind, 1)))
 
 
 # ---- a server -----------------------------------------------------------------------------------
