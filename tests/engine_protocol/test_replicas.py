@@ -15,6 +15,7 @@ import pytest
 
 from rl_bridge.engines import EngineDriver, Replies, Reply, ServingOptions, default_label
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
+from rl_bridge.testing import EngineUnderTest
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "docs" / "examples" / "small_engine"))
@@ -92,10 +93,10 @@ def driver_of(
 
 
 @pytest.fixture(scope="module")
-def running(folder: Path) -> Iterator[small.EngineUnderTest]:
+def running(folder: Path) -> Iterator[EngineUnderTest]:
     with small.started(folder, 1) as second, started(folder) as engines:
         fresh = [[small.answers(engine)] * 2 for engine in (engines[0], second)]
-        yield small.EngineUnderTest(engines, (fresh[0], fresh[1]))
+        yield EngineUnderTest(engines, (fresh[0], fresh[1]))
 
 
 class TestReplicas(small.TestSmallEngine):
@@ -118,23 +119,21 @@ class TestReplicas(small.TestSmallEngine):
 
     @pytest.mark.full  # two engines more
     def test_a_rank_that_is_killed_is_a_typed_error_and_a_fresh_engine_takes_the_version(
-        self, running: small.EngineUnderTest
+        self, running: EngineUnderTest
     ) -> None:
         super().test_a_rank_that_is_killed_is_a_typed_error_and_a_fresh_engine_takes_the_version(
             running
         )
 
 
-def test_replicas_that_no_pause_holds_are_refused(
-    running: small.EngineUnderTest, trainer: Any
-) -> None:
+def test_replicas_that_no_pause_holds_are_refused(running: EngineUnderTest, trainer: Any) -> None:
     manifest = trainer.publish(small.weights(1), weight_version=1)
     with pytest.raises(WeightBridgeUnavailableError, match=r"2 replicas.*Let updates pause it"):
         driver_of(running.engine, pause=None).prepare(manifest, {})
 
 
 def test_what_one_replica_leaves_out_is_no_other_ones_to_take(
-    running: small.EngineUnderTest, trainer: Any
+    running: EngineUnderTest, trainer: Any
 ) -> None:
     driver = driver_of(running.engine, take_over=True)
     call = driver.client.call
