@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rl_bridge.bridge import ConsumerReport
-from rl_bridge.bridge.bridges import SharedMemoryTensorBridge, make_weight_bridge
+from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.engines.driver import EngineDriver
@@ -150,6 +150,8 @@ class EngineSuite:
     """How many replicas it has."""
     publishers: ClassVar[int] = 1
     """How many trainer ranks publish each version; if several, each holds a shard of it."""
+    transport: ClassVar[str] = "shared-memory"
+    """By which versions travel."""
     kills: ClassVar[tuple[str, ...]] = ("prepare", "install", "prove", "commit")
     """Steps at which a rank is killed; each takes an engine."""
     every: ClassVar[int] = 1
@@ -201,7 +203,7 @@ class EngineSuite:
             bridges = [
                 stack.enter_context(
                     make_weight_bridge(
-                        "shared-memory", source_worker="trainer", source_rank=rank, max_slots=4
+                        self.transport, source_worker="trainer", source_rank=rank, max_slots=4
                     )
                 )
                 for rank in range(self.publishers)
@@ -971,7 +973,8 @@ class Rig:
     def driven(self, **options: Any) -> Iterator[tuple[RolloutExecutor, _Calls, EngineDriver]]:
         """An executor with a driver of its own."""
         driver, calls = self.driver(**options)
-        make = GroupBridge if self._suite.publishers > 1 else SharedMemoryTensorBridge
+        is_sharded = self._suite.publishers > 1
+        make = GroupBridge if is_sharded else partial(make_weight_bridge, self._suite.transport)
         with (
             make(source_worker="driver") as bridge,
             RolloutExecutor(

@@ -150,6 +150,14 @@ class TestSGLang(EngineSuite):
         return self.pair.ask(text, self.folder)
 
 
+@pytest.mark.timeout(600)
+class TestSGLangOfShards(TestSGLang):
+    """Of versions that two trainer ranks publish, each its shard."""
+
+    publishers = 2
+    every = 8
+
+
 @FULL  # as the small engine does
 class TestSGLangThrough(TestSGLang):
     every = 8
