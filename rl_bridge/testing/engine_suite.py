@@ -194,11 +194,12 @@ class EngineSuite:
     @pytest.fixture
     def trainer(self) -> Iterator["Trainer"]:
         """Publishes."""
-        with self._trainer() as trainer:
+        with self.published() as trainer:
             yield trainer
 
     @contextmanager
-    def _trainer(self) -> Iterator["Trainer"]:
+    def published(self) -> Iterator["Trainer"]:
+        """What publishes versions to the engine."""
         with ExitStack() as stack:
             bridges = [
                 stack.enter_context(
@@ -515,7 +516,7 @@ class EngineSuite:
     @contextmanager
     def _started(self, running: EngineUnderTest) -> Iterator["Rig"]:
         """An engine of a test's own."""
-        with self._trainer() as trainer, self.start() as engine:
+        with self.published() as trainer, self.start() as engine:
             yield Rig(self, engine, running.fresh, trainer)
 
     # ---- one driver at a time -------------------------------------------------------------------
