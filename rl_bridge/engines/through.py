@@ -34,13 +34,16 @@ def groups_of(plan: LoadPlan) -> list[list[int]]:
     done: set[int] = set()
     groups = []
     for index in plan.steps:
-        if index not in done:
-            group = [index]
-            for i in group:
-                for user in plan.targets[i].users:
-                    group += [one for one in modules[id(user.module)] if one not in group]
-            done.update(group)
-            groups.append(group)
+        if index in done:
+            continue
+        done.add(index)
+        group = [index]
+        for i in group:  # which grows meanwhile
+            for user in plan.targets[i].users:
+                near = [one for one in modules.pop(id(user.module), ()) if one not in done]
+                done.update(near)
+                group += near
+        groups.append(group)
     return groups
 
 
