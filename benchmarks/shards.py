@@ -1,29 +1,37 @@
-"""Measures what the ranks of an engine read: `python benchmarks/shards.py [--quick] [--out FILE]`.
+"""Measures the shares of an engine's ranks: `python benchmarks/shards.py [--against TREE]`.
 
 Of one layer of Qwen2-7B's shape, the bytes that each rank of 2, 4 and 8 asks a transport for,
-beside those that it takes: planned as every import plans them, nothing is sent. README.md beside
-this file says how each figure comes about.
+beside those that it takes: planned as every import plans them, nothing is sent. With `--against`,
+the sources of an earlier commit (a worktree of it, with its compiled module), also updates of a
+vLLM engine of two ranks, of Qwen3-0.6B's shape: by that commit and by this one, in turn. README.md
+beside this file says how each figure comes about.
 """
 
 import datetime as dt
 import json
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from _lib.environment import collect_environment
+from _lib.environment import collect_environment, commit_of
+from _lib.qwen3 import SHAPE
+from _lib.tp_engine import SETTINGS, Lane
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines import EngineCompat, ModelInstaller
+from rl_bridge.memory.parts import PartNeeds
 
 __all__ = ["main"]
 
 _OUT = Path(__file__).resolve().parent / "results" / "shards.json"
+_WARMUPS = 4
 _AIMS = {2: 1.05, 4: 1.1, 8: 1.1}
 
 
@@ -90,10 +98,9 @@ def _bytes_read(manifest: WeightUpdateManifest, cuts: dict[str, _Cut], ranks: in
         model = _Rank(cuts, rank, ranks)
         found["share_nbytes"].append(sum(one.nbytes for one in model.parameters()))
         needs = ModelInstaller(model, EngineCompat(), num_ranks=ranks).needs(manifest)
-        whole = manifest.table.arena_nbytes
-        read = whole if needs is None else int(needs.read_nbytes.sum())
-        found["read_nbytes"].append(read)
-        found["read_ranges"].append(1 if needs is None else len(needs.read_starts))
+        assert isinstance(needs, PartNeeds)
+        found["read_nbytes"].append(int(needs.read_nbytes.sum()))
+        found["read_ranges"].append(len(needs.read_starts))
     pairs = zip(found["read_nbytes"], found["share_nbytes"], strict=True)
     return {**found, "read_vs_share": max(read / share for read, share in pairs)}
 
@@ -118,14 +125,84 @@ def _plan(*, quick: bool, console: Console) -> dict[str, Any]:
     }
 
 
+# ---- updates of an engine of two ranks -----------------------------------------------------------
+
+
+def _updates(against: Path, layers: int, reps: int, console: Console) -> dict[str, Any]:
+    """Updates by an earlier commit and by this one, in turn."""
+    shape = SHAPE | {"tie_word_embeddings": True, "num_hidden_layers": layers}
+    trees = {"before": against, "now": Path(__file__).resolve().parents[1]}
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
+    with ExitStack() as stack:
+        lanes = {}
+        for name, tree in trees.items():
+            lanes[name] = Lane(name, tree, shape)
+            stack.callback(lanes[name].close)
+        for turn in track(range(_WARMUPS + reps), "updates", console=console):
+            # Each goes first in every other turn.
+            for name in list(trees)[:: 1 if turn % 2 else -1]:
+                sample = lanes[name].update()
+                if turn >= _WARMUPS:
+                    samples[name].append(sample)
+        facts = {name: lane.facts for name, lane in lanes.items()}
+    return {
+        "shape": shape,
+        "warmups": _WARMUPS,
+        "settings": SETTINGS,
+        "total_nbytes": facts["now"]["total_nbytes"],
+        "commits": {name: commit_of(tree) for name, tree in trees.items()},
+        "medians": {name: _medians(found) for name, found in samples.items()},
+        "samples": samples,
+    }
+
+
+def _medians(samples: list[dict[str, Any]]) -> dict[str, float]:
+    """The middle of each figure; of ranks, that of the slowest or the most."""
+
+    def worst(part: str, name: str) -> float:
+        return float(median(max(rank[name] for rank in one[part]) for one in samples))
+
+    found = {}
+    for name in ("publish_s", "update_s"):
+        found[name] = float(median(one[name] for one in samples))
+    found["cpu_s"] = median(map(_cpu_s, samples))
+    for step in ("import", "stage", "install", "prove"):
+        found[f"rank_{step}_ms"] = worst("rank_ms", step)
+    for what in ("copied_nbytes", "digested_nbytes"):
+        found[f"rank_{what}"] = worst("rank_passes", what)
+    return found
+
+
+def _cpu_s(sample: dict[str, Any]) -> float:
+    """The processor's seconds of an update, of the driver and both ranks."""
+    ranks: float = sum(rank["cpu_s"] for rank in sample["rank_passes"])
+    return ranks + float(sample["driver_cpu_s"])
+
+
+def _ratios_of(updates: dict[str, Any]) -> dict[str, float]:
+    before, now = updates["samples"]["before"], updates["samples"]["now"]
+    pairs = list(zip(before, now, strict=True))
+    return {
+        "tp2_update_before_vs_now": median(a["update_s"] / b["update_s"] for a, b in pairs),
+        "tp2_cpu_before_vs_now": median(_cpu_s(a) / _cpu_s(b) for a, b in pairs),
+        "tp2_digested_before_vs_now": updates["medians"]["before"]["rank_digested_nbytes"]
+        / updates["medians"]["now"]["rank_digested_nbytes"],
+    }
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 
 def main(
     quick: Annotated[bool, typer.Option(help="A small layer.")] = False,  # noqa: FBT002 - a flag
+    against: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Sources to compare with.")
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the engine's model.")] = 28,
+    reps: Annotated[int, typer.Option(min=1, help="Updates by each that count.")] = 25,
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where the samples go.")] = _OUT,
 ) -> None:
-    """Measure what ranks read of an update, relative to what they take of it."""
+    """Measure what ranks read of an update, and how long an update of two ranks takes."""
     console = Console()
     began = dt.datetime.now(dt.UTC)
     environment = collect_environment()  # (with the load that others make, before ours)
@@ -134,7 +211,12 @@ def main(
         f"read_vs_share_tp{ranks}": found["read_vs_share"]
         for ranks, found in plan["by_ranks"].items()
     }
-    aims = {f"read_vs_share_tp{ranks}": aim for ranks, aim in _AIMS.items()}
+    updates = None
+    if against is not None:
+        updates = _updates(against, layers, reps, console)
+        ratios |= _ratios_of(updates)
+    aims = {"tp2_update_before_vs_now": 1.2}
+    aims |= {f"read_vs_share_tp{ranks}": aim for ranks, aim in _AIMS.items()}
     document = {
         "format": 1,
         "began": began.isoformat(timespec="seconds"),
@@ -143,12 +225,13 @@ def main(
         "aims": aims,
         "ratios": ratios,
         "plan": plan,
+        "updates": updates,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    table = Table("figure", "value", "aim", title="what ranks read")
+    table = Table("figure", "value", "aim", title="shares of ranks")
     for name, value in ratios.items():
-        table.add_row(name, f"{value:.3f}", f"{aims[name]}")
+        table.add_row(name, f"{value:.3f}", str(aims.get(name, "")))
     console.print(table)
     console.print(f"all samples are in {out}")
 

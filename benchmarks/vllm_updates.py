@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from _lib.environment import collect_environment
+from _lib.qwen3 import SHAPE, Weights, make_weights
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -25,62 +26,8 @@ from rich.table import Table
 __all__ = ["main"]
 
 _OUT = Path(__file__).resolve().parent / "results" / "vllm.json"
-_SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _MODELS = {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False}}
 _QUICK = {"num_hidden_layers": 4, "vocab_size": 32768}
-
-Weights = dict[str, torch.Tensor]
-
-
-def _weights(shape: dict[str, Any], seed: int) -> Weights:
-    """A checkpoint's tensors, random, sorted by layer as a checkpoint has them."""
-    draw = torch.Generator().manual_seed(seed)
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    heads = shape["num_attention_heads"] * shape["head_dim"]
-    pairs = shape["num_key_value_heads"] * shape["head_dim"]
-    sizes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (shape["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not shape["tie_word_embeddings"]:
-        sizes["lm_head.weight"] = (shape["vocab_size"], hidden)
-    for layer in range(shape["num_hidden_layers"]):
-        name = f"model.layers.{layer}"
-        sizes |= {
-            f"{name}.input_layernorm.weight": (hidden,),
-            f"{name}.self_attn.q_proj.weight": (heads, hidden),
-            f"{name}.self_attn.k_proj.weight": (pairs, hidden),
-            f"{name}.self_attn.v_proj.weight": (pairs, hidden),
-            f"{name}.self_attn.q_norm.weight": (shape["head_dim"],),
-            f"{name}.self_attn.k_norm.weight": (shape["head_dim"],),
-            f"{name}.self_attn.o_proj.weight": (hidden, heads),
-            f"{name}.post_attention_layernorm.weight": (hidden,),
-            f"{name}.mlp.gate_proj.weight": (inner, hidden),
-            f"{name}.mlp.up_proj.weight": (inner, hidden),
-            f"{name}.mlp.down_proj.weight": (hidden, inner),
-        }
-    weights = {}
-    for name, size in sizes.items():
-        weights[name] = torch.empty(size, dtype=torch.bfloat16)
-        weights[name].normal_(0, 0.02, generator=draw)
-    return weights
 
 
 def _timed(action: Callable[[], object]) -> float:
@@ -101,7 +48,7 @@ class _Bench:
         (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         self.folder = folder
         self.is_tied = bool(shape["tie_word_embeddings"])
-        self.versions = [_weights(shape, seed) for seed in (0, 1)]
+        self.versions = [make_weights(shape, seed) for seed in (0, 1)]
         self.nbytes = sum(tensor.nbytes for tensor in self.versions[0].values())
         self.llm = LLM(
             model=str(folder),
@@ -252,7 +199,7 @@ def main(
     began = dt.datetime.now(dt.UTC)
     environment = collect_environment()  # (with the load that others make, before ours)
     models = {
-        name: _measure(_SHAPE | model | (_QUICK if quick else {}), reps, warmups, console)
+        name: _measure(SHAPE | model | (_QUICK if quick else {}), reps, warmups, console)
         for name, model in _MODELS.items()
     }
     import vllm

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["collect_environment"]
+__all__ = ["collect_environment", "commit_of"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DISTRIBUTIONS = ("rl-bridge", "torch", "numpy", "xxhash", "pydantic", "safetensors", "ray")
 
 
-def _git(*arguments: str) -> str | None:
-    """Return the output of one git command in the repository, or None."""
+def _git(*arguments: str, tree: Path = _ROOT) -> str | None:
+    """Return the output of one git command in a worktree, or None."""
     program = shutil.which("git")
     if program is None:
         return None
     result = subprocess.run(
-        [program, "-C", str(_ROOT), *arguments],
+        [program, "-C", str(tree), *arguments],
         capture_output=True,
         text=True,
         timeout=10,
@@ -61,6 +61,11 @@ def _chosen(path: str) -> str:
 
 def _cache_nbytes() -> str:
     return " ".join(_lines("/sys/devices/system/cpu/cpu0/cache/index3/size")) or "unknown"
+
+
+def commit_of(tree: Path) -> str:
+    """The commit that a worktree has checked out."""
+    return _git("rev-parse", "HEAD", tree=tree) or "unknown"
 
 
 def collect_environment() -> dict[str, Any]:

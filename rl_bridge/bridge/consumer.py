@@ -833,15 +833,40 @@ class ImportedShare(ImportedTensors):
         self._attachment = attachment
         self._needs = needs
 
-    def verify(self) -> None:
-        """Read and verify the ranges once more.
+    def verify(self, names: Iterable[str]) -> None:
+        """Read and verify once more what was read of some tensors.
 
         Raises:
-            ChecksumMismatch: they are not what was published any more.
+            ChecksumMismatch: it is not what was published any more.
             WeightUpdateRejectedError: the update was refused or undone, and its memory given back.
 
         """
-        _require_part(self._manifest, self._attachment, self._needs)
+        table = self._manifest.table
+        needs = self._needs.of_rows(table, sorted({table.rows[name] for name in names}))
+        _require_part(self._manifest, self._attachment, needs)
+
+    def digest(self, name: str, start: int, nbytes: int) -> bytes | None:
+        """The digest that bytes of a tensor must have; None if its leaves do not tell it.
+
+        It is made of the leaf list, which the manifest's digests prove: these bytes are not read.
+
+        Raises:
+            ChecksumMismatch: the leaf list went bad.
+            WeightUpdateRejectedError: as `verify`.
+
+        """
+        table, end = self._manifest.table, start + nbytes
+        row = table.rows[name]
+        is_cut = start % LEAF_NBYTES or (end % LEAF_NBYTES and end != table.nbytes[row])
+        if is_cut or not self._needs.has_leaves:
+            return None
+        at = int(table.leaf_starts[row]) + start // LEAF_NBYTES * DIGEST_NBYTES
+        leaves = self._leaf_list[at : at + -(-nbytes // LEAF_NBYTES) * DIGEST_NBYTES]
+        return tensor_digest(leaves, nbytes)
+
+    @cached_property
+    def _leaf_list(self) -> bytes:
+        return leaf_list(self._manifest, self._attachment.tensors.pin.address)
 
     def forget(self) -> None:
         """Give the memory back."""

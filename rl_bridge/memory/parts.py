@@ -88,6 +88,14 @@ class PartNeeds:
             read_nbytes=read_nbytes,
         )
 
+    def of_rows(self, table: TensorTable, rows: Sequence[int]) -> "PartNeeds":
+        """What of these is in some stored tensors."""
+        is_in = np.isin(self.rows, rows)
+        rows_in, begins, nbytes = self.rows[is_in], self.starts[is_in], self.nbytes[is_in]
+        first = (begins - table.offset_column.astype(np.int64)[rows_in]) // LEAF_NBYTES
+        leaves = np.stack((rows_in, first, first - (-nbytes // LEAF_NBYTES)), 1)
+        return type(self).of(table, leaves.tolist(), part=self.part)
+
     @cached_property
     def _pass(self) -> LeafPlan | None:
         return LeafPlan(self.nbytes.astype(np.uint64)) if len(self.nbytes) else None
@@ -110,10 +118,7 @@ class PartNeeds:
             if differs.any():
                 raise self._damaged(part, int(np.flatnonzero(differs)[0]))
             return
-        table = part.table
-        memory = tensor_at(base + table.leaves_offset, table.leaves_nbytes)
-        block = checked_block(part, memory.numpy().tobytes())
-        listed = np.frombuffer(block, np.uint8)
+        listed = np.frombuffer(leaf_list(part, base), np.uint8)
         expected = listed[self.expected[:, None] + np.arange(DIGEST_NBYTES)]
         leaves = verify.leaves(addresses, num_threads=num_threads)
         differs = (leaves != expected).any(axis=1)
@@ -125,6 +130,18 @@ class PartNeeds:
     def _damaged(self, part: WeightUpdateManifest, place: int) -> ChecksumMismatch:
         start, nbytes = int(self.starts[place]), int(self.nbytes[place])
         return damaged(part, self.part, int(self.rows[place]), start, nbytes)
+
+
+def leaf_list(part: WeightUpdateManifest, base: int) -> bytes:
+    """The leaf list of a part whose arena is at `base`, compared with its digests.
+
+    Raises:
+        ChecksumMismatch: it does not make the digests of the tensors.
+        MalformedManifest: it has another size.
+
+    """
+    memory = tensor_at(base + part.table.leaves_offset, part.table.leaves_nbytes)
+    return checked_block(part, memory.numpy().tobytes())
 
 
 def damaged(
