@@ -16,9 +16,10 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -48,9 +49,10 @@ from rl_bridge.errors import (
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue, plain
 from rl_bridge.manifest.compare import mismatch
+from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, tensor_digest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
-from rl_bridge.memory.parts import PartNeeds
+from rl_bridge.memory.parts import PartNeeds, leaf_list
 from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.segment import SHORTAGE_NUMBERS
 from rl_bridge.memory.views import Attachment, ImportedTensors, Pin
@@ -841,8 +843,7 @@ class ImportedShare(ImportedTensors):
             WeightUpdateRejectedError: the update was refused or undone, and its memory given back.
 
         """
-        table = self._manifest.table
-        needs = self._needs.of_rows(table, sorted({table.rows[name] for name in names}))
+        needs = self._needs.of_rows([self.table.rows[name] for name in names])
         _require_part(self._manifest, self._attachment, needs)
 
     def digest(self, name: str, start: int, nbytes: int) -> bytes | None:
@@ -855,7 +856,7 @@ class ImportedShare(ImportedTensors):
             WeightUpdateRejectedError: as `verify`.
 
         """
-        table, end = self._manifest.table, start + nbytes
+        table, end = self.table, start + nbytes
         row = table.rows[name]
         is_cut = start % LEAF_NBYTES or (end % LEAF_NBYTES and end != table.nbytes[row])
         if is_cut or not self._needs.has_leaves:

@@ -7,6 +7,7 @@ no update writes must not have changed meanwhile.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from rl_bridge.engines.shards import (
     digest_of,
     digests_of,
     shard_routes,
+    told_digest,
     verify_again,
 )
 from rl_bridge.engines.staging import Assembled, Staged, TensorChange
@@ -51,6 +53,7 @@ class Evidence:
         # What parts must hold, each in the dtype in which the engine keeps it.
         self._expected: dict[tuple[Route, torch.dtype], bytes] = {}
         self._dtypes = {name: dtype for name, (dtype, _) in kinds_of(manifest).items()}
+        self._made_of: set[str] = set()  # tensors of the update that expectations were made of
         self._rows: dict[int, bytes] = {}
         # Position of a target that was packed -> bytes that were read of it, or lent to it.
         self._packed: dict[int, int] = {}
@@ -74,13 +77,17 @@ class Evidence:
         self._expected = dict(zip(keys, parts, strict=True))
 
     def expect_of(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make what parts must hold of the imported bytes, which `seal` looks at once more."""
-        wanted = {
-            (route, dtype): None
-            for route in self._plan.routes()
-            for dtype in self._held_dtypes(route)
-            if not (route.is_whole and dtype == self._dtypes[route.source])
-        }
+        """Note what parts must hold: as verified leaves tell it, or made of the imported bytes."""
+        wanted: list[tuple[Route, torch.dtype]] = []
+        for route in self._plan.routes():
+            given = self._dtypes[route.source]
+            dtypes = self._held_dtypes(route)
+            if isinstance(tensors, ImportedShare) and dtypes == {given} and not route.is_whole:
+                told = told_digest(tensors, route)
+                if told is not None:
+                    self._expected[route, given] = told
+                    continue
+            wanted += [(route, one) for one in dtypes if not (route.is_whole and one == given)]
 
         def made() -> Iterator[torch.Tensor]:
             for route, dtype in wanted:
@@ -88,7 +95,8 @@ class Evidence:
                 yield loaded.to(self._plan.targets[route.target].meta.dtype).to(dtype)
 
         found = digests_of(made(), num_threads=self._num_threads)
-        self._expected = dict(zip(wanted, found, strict=True))
+        self._expected |= dict(zip(wanted, found, strict=True))
+        self._made_of = {route.source for route, _ in wanted}
 
     def _held_dtypes(self, route: Route) -> set[torch.dtype]:
         """The dtypes in which a parameter is read: as it is assembled, and as it serves."""
@@ -107,14 +115,24 @@ class Evidence:
             return
         self._packed[index] = self._compare(self._parts(index, assembled.tensor))
 
-    def seal(self, tensors: Mapping[str, torch.Tensor], staged: Staged | None) -> None:
-        """Look at what expectations were made of, and note what the engine made of parameters."""
-        made_of = {route.source for route, _ in self._expected} | self._lent()
-        threads = self._num_threads
-        if made_of and isinstance(tensors, ImportedShare):
-            verify_again(tensors)
+    def seal(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        staged: Staged | None,
+        unread: AbstractSet[str] = frozenset(),
+    ) -> None:
+        """Look at what expectations were made of, and note what the engine made of parameters.
+
+        Of a share, all is looked at but what of `unread` was compared when it was packed: nobody
+        has looked at the numbers of `unread` as they were imported.
+        """
+        made_of = self._made_of | self._lent()
+        if isinstance(tensors, ImportedShare):
+            routes = self._plan.routes()
+            made_of |= {route.source for route in routes if route.target not in self._packed}
+            verify_again(tensors, made_of | (self._plan.taken - unread))
         else:
-            check_sources(self._manifest, tensors, sorted(made_of), num_threads=threads)
+            check_sources(self._manifest, tensors, sorted(made_of), num_threads=self._num_threads)
         if staged is not None:
             self._check_complete(staged)
             self.note(staged)

@@ -218,14 +218,15 @@ class ModelInstaller(TransactionalAdapter):
         _LOG.info("version %d: %s takes %d bytes more", version, way, nbytes)
         self.staging = {BESIDE: "beside", THROUGH: "through"}.get(way, "")
         evidence = Evidence(manifest, plan, num_threads=self._num_threads)
+        unread: AbstractSet[str] = frozenset()
         if tensors:
             evidence.expect_of(tensors)
-            self._make(plan, tensors, evidence, is_beside=way == BESIDE)
+            unread = self._make(plan, tensors, evidence, is_beside=way == BESIDE)
         if way == THROUGH:
             self._spares.clear()
             self._written = Written.of(manifest, plan, tensors, evidence)
             self._rehearse(self._written)
-        evidence.seal(tensors, self._staged)
+        evidence.seal(tensors, self._staged, unread)
         if way != BESIDE and not self._has_way_back(is_here=bool(tensors)):
             room, self._room = self._room, None
             self._snapshot = Snapshot(
@@ -371,8 +372,13 @@ class ModelInstaller(TransactionalAdapter):
 
     def _make(
         self, plan: LoadPlan, tensors: Tensors, evidence: Evidence, *, is_beside: bool
-    ) -> None:
-        """Look at the numbers of an update that is imported here, and make it if it is to be."""
+    ) -> AbstractSet[str]:
+        """Look at the numbers of an update that is imported here, and make it if it is to be.
+
+        Returns:
+            Tensors whose numbers were not looked at as they were imported: their products were.
+
+        """
         finite: AbstractSet[str] = frozenset()
         if is_beside:
             self._staged = Staged()  # noted first: what fails half-way is let go of
@@ -385,6 +391,7 @@ class ModelInstaller(TransactionalAdapter):
                 raise
         check_finite(tensors, plan.taken - finite, plan=plan, num_threads=self._num_threads)
         check_casts(plan, tensors)
+        return finite
 
     def _plan_of(self, manifest: WeightUpdateManifest, *, is_here: bool) -> LoadPlan:
         digest = manifest.table.digest

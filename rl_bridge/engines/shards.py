@@ -258,13 +258,28 @@ def check_sources(
             raise ProofFailed(msg)
 
 
-def verify_again(share: ImportedShare) -> None:
-    """Read an imported share once more."""
+def told_digest(share: ImportedShare, route: Route) -> bytes | None:
+    """What a part of an imported share must hold, as its leaf list tells it; None if not."""
+    table, view = share.table, route.source_view
+    if not view.is_contiguous:
+        return None
+    item = DTYPE_NBYTES[table.dtypes[table.rows[route.source]]]
     try:
-        share.verify()
+        return share.digest(route.source, view.offset * item, view.numel * item)
     except ChecksumMismatch as error:
-        msg = (
-            f"a share of the update went bad after it was imported: {error} It is not "
-            "installed; publish again."
-        )
-        raise ProofFailed(msg) from error
+        raise _went_bad(error) from error
+
+
+def verify_again(share: ImportedShare, names: Iterable[str]) -> None:
+    """Read what was imported of some tensors once more."""
+    try:
+        share.verify(names)
+    except ChecksumMismatch as error:
+        raise _went_bad(error) from error
+
+
+def _went_bad(error: ChecksumMismatch) -> ProofFailed:
+    return ProofFailed(
+        f"a share of the update went bad after it was imported: {error} It is not installed; "
+        "publish again."
+    )

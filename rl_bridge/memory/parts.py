@@ -7,7 +7,7 @@ well as reading all of them would.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -88,13 +88,19 @@ class PartNeeds:
             read_nbytes=read_nbytes,
         )
 
-    def of_rows(self, table: TensorTable, rows: Sequence[int]) -> "PartNeeds":
-        """What of these is in some stored tensors."""
+    def of_rows(self, rows: Sequence[int]) -> "PartNeeds":
+        """These, but only what lies in some stored tensors is verified."""
         is_in = np.isin(self.rows, rows)
-        rows_in, begins, nbytes = self.rows[is_in], self.starts[is_in], self.nbytes[is_in]
-        first = (begins - table.offset_column.astype(np.int64)[rows_in]) // LEAF_NBYTES
-        leaves = np.stack((rows_in, first, first - (-nbytes // LEAF_NBYTES)), 1)
-        return type(self).of(table, leaves.tolist(), part=self.part)
+        expected = self.expected
+        if self.has_leaves:
+            expected = expected[np.repeat(is_in, -(-self.nbytes // LEAF_NBYTES))]
+        return replace(
+            self,
+            starts=self.starts[is_in],
+            nbytes=self.nbytes[is_in],
+            rows=self.rows[is_in],
+            expected=expected,
+        )
 
     @cached_property
     def _pass(self) -> LeafPlan | None:

@@ -10,7 +10,7 @@ from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge.consumer import ImportedShare
 from rl_bridge.errors import ChecksumMismatch, WeightUpdateRejectedError
 from rl_bridge.lifecycle import State
-from rl_bridge.manifest.digest import LEAF_NBYTES
+from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes
 from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
@@ -99,10 +99,34 @@ def test_a_damaged_leaf_list_refuses_the_update(pair: Pair) -> None:
 
 def test_what_went_bad_after_the_import_is_found_by_a_second_look(pair: Pair) -> None:
     share = pair.read()
-    share.verify()
+    share.verify(TENSORS)
     pair.damage("cut", FIRST * LEAF_NBYTES)
+    share.verify(["other", "whole"])
     with pytest.raises(ChecksumMismatch, match="'cut'"):
-        share.verify()
+        share.verify(TENSORS)
+
+
+def test_leaves_tell_the_digest_of_what_they_cover_and_of_nothing_else(pair: Pair) -> None:
+    share, (row, end) = pair.read(), (FIRST * LEAF_NBYTES, END * LEAF_NBYTES)
+    plain = TENSORS["cut"].numpy().tobytes()
+    assert share.digest("cut", row, end - row) == digest_bytes(plain[row:end])
+    whole = TENSORS["whole"].view(torch.uint8).numpy().tobytes()
+    assert share.digest("whole", 0, len(whole)) == digest_bytes(whole)
+    assert share.digest("cut", row + 4, end - row - 4) is None
+    assert share.digest("cut", row, end - row - 4) is None
+
+
+def test_what_leaves_tell_is_what_was_published_whatever_the_bytes_are_now(pair: Pair) -> None:
+    share, plain = pair.read(), TENSORS["cut"][FIRST:END].numpy().tobytes()
+    pair.damage("cut", FIRST * LEAF_NBYTES)
+    assert share.digest("cut", FIRST * LEAF_NBYTES, len(plain)) == digest_bytes(plain)
+
+
+def test_a_leaf_list_that_went_bad_tells_nothing(pair: Pair) -> None:
+    share = pair.read()
+    pair.faults.corrupt(pair.manifest, pair.manifest.table.leaves_offset)
+    with pytest.raises(ChecksumMismatch, match="its leaf list does not make its digest"):
+        share.digest("cut", FIRST * LEAF_NBYTES, LEAF_NBYTES)
 
 
 def test_it_cannot_be_imported_as_another_part_while_it_is_held(pair: Pair) -> None:

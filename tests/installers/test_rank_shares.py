@@ -1,13 +1,17 @@
 """A rank of several reads its share of an update, and looks at nothing else of it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
 import pytest
 import torch
 
 from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.engines.evidence import Evidence
+from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.model_installer import ModelInstaller
 from rl_bridge.engines.skeleton import EngineCompat
+from rl_bridge.engines.staging import Assembled, Staged
 from rl_bridge.errors import ChecksumMismatch, IncompatibleUpdate, ProofFailed
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.memory.parts import PartNeeds
@@ -148,6 +152,96 @@ def test_bytes_that_went_bad_after_the_import_are_not_installed(
     with pytest.raises(ProofFailed, match="went bad after it was imported"):
         rank.installer.prepare(manifest, tensors)
     assert not rank.model.state_dict()["rows"].any()
+
+
+MOMENTS = ("published", "imported", "expected", "staged", "prepared", "installed")
+
+
+class Watched(ModelInstaller):
+    """Calls `at` between its steps; with `packs` as an engine whose packs answer for all."""
+
+    def __init__(self, model: Model, at: Callable[[str], None], *, packs: bool) -> None:
+        super().__init__(model, EngineCompat(), num_ranks=RANKS)
+        self.at, self.packs = at, packs
+
+    def _stage(
+        self,
+        plan: LoadPlan,
+        tensors: Mapping[str, torch.Tensor],
+        staged: Staged,
+        evidence: Evidence,
+    ) -> AbstractSet[str]:
+        self.at("expected")
+        finite = super()._stage(plan, tensors, staged, evidence)
+        self.at("staged")
+        if not self.packs:
+            return finite
+        for index, memory in staged.memory.items():
+            evidence.add(Assembled(index, memory, borrowed=False, replaced=True))
+        return plan.taken
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["kept", "packed"])
+@pytest.mark.parametrize("name", ["rows", "norm", "columns"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_byte_that_changes_at_any_moment_is_found_or_was_not_taken(
+    trainer: TensorBridge, faults: FaultInjecting, moment: str, name: str, *, packs: bool
+) -> None:
+    sent = weights()
+    manifest = trainer.publish(sent, weight_version=1)
+
+    def at(now: str) -> None:
+        if now == moment:
+            faults.corrupt(manifest, manifest.tensors[name].offset + 4)
+
+    model = Model(0)
+    installer = Watched(model, at, packs=packs)
+    needs = installer.needs(manifest)
+    assert isinstance(needs, PartNeeds)
+
+    def update(bridge: TensorBridge) -> None:
+        at("published")
+        tensors = bridge.consumer.import_update(manifest, needs=needs)
+        at("imported")
+        installer.prepare(manifest, tensors)
+        at("prepared")
+        installer.install(manifest, tensors)
+        at("installed")
+        assert installer.prove().root == manifest.root
+
+    with make_weight_bridge("shared-memory") as bridge:
+        try:
+            update(bridge)
+        except (ChecksumMismatch, ProofFailed):
+            installer.undo()
+            assert not any(held.any() for held in model.state_dict().values())
+            assert moment not in {"prepared", "installed"}
+        else:
+            assert moment not in {"published", "imported", "expected"}
+            held = model.state_dict()
+            assert torch.equal(held["rows"], sent["rows"][:HALF])
+            assert torch.equal(held["norm"], sent["norm"])
+            assert torch.equal(held["columns"], sent["columns"].chunk(RANKS, dim=1)[0])
+
+
+def test_what_was_compared_as_it_was_packed_is_not_read_again(
+    trainer: TensorBridge, faults: FaultInjecting
+) -> None:
+    manifest = trainer.publish(weights(), weight_version=1)
+    model = Model(0)
+
+    def at(now: str) -> None:
+        if now == "staged":
+            faults.corrupt(manifest, manifest.tensors["rows"].offset)
+
+    installer = Watched(model, at, packs=True)
+    needs = installer.needs(manifest)
+    assert isinstance(needs, PartNeeds)
+    with make_weight_bridge("shared-memory") as bridge:
+        tensors = bridge.consumer.import_update(manifest, needs=needs)
+        installer.prepare(manifest, tensors)
+        installer.install(manifest, tensors)
+        assert installer.prove().root == manifest.root
 
 
 def test_a_rank_that_takes_everything_reads_the_update_as_a_whole(trainer: TensorBridge) -> None:
