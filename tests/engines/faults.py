@@ -9,6 +9,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,10 @@ import torch
 from rl_bridge.engines import evidence, staging
 from rl_bridge.engines.rank import Stage
 from rl_bridge.engines.vllm import canary, model_installer
+from rl_bridge.groups import bridge as groups
+from rl_bridge.groups.bridge import GroupEnd
 from rl_bridge.testing import in_rank
+from rl_bridge.testing.processes import until
 
 T = TypeVar("T")
 _originals: list[tuple[Any, str, Any]] = []
@@ -275,6 +279,21 @@ def uproot() -> int:
     return calls
 
 
+def kill(pid: int) -> None:
+    """SIGKILL, and wait for the end, by which the kernel has closed all that it had open."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not _is_there(pid), what=f"process {pid} is dead")
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in {"Z", "X"}
+
+
 def _starve(of: str) -> None:
     if of == "files":
         lowest = os.dup(0)  # the one that would be opened next
@@ -306,6 +325,19 @@ class FaultyWorker:
     def uproot_fault(self) -> int:
         """Take it out."""
         return uproot()
+
+    def kill_in_import(self, pid: int, when: str, rank: int) -> None:
+        """Have a process killed when `rank` is about to import a group, or has its memory."""
+        if rank == self.rank:
+            uproot()
+            owner, name = (GroupEnd, "assemble") if when == "before" else (groups, "require_sealed")
+            original = vars(owner)[name]
+
+            def killing(*args: Any, **options: Any) -> Any:
+                kill(pid)
+                return original(*args, **options)
+
+            patch(owner, name, killing)
 
     def starve(self, of: str, rank: int) -> None:
         """Leave the worker of `rank` no descriptor, or hardly any address space, to be had."""

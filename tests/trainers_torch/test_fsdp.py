@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl_bridge.testing.processes import free_port
 from tests.trainers_torch import fsdp_cases
 from tests.trainers_torch.worlds import World, assembled, reference
 
@@ -129,6 +130,16 @@ def test_local_parts_that_need_no_cast_take_no_memory(two: World) -> None:
         "peak", build="wide_fsdp2", call="local", chunk_nbytes=16 << 20, dtype=None
     ):
         assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("build", ["wide_fsdp2", "wide_fsdp1"])
+def test_publishing_as_a_group_takes_one_slot_of_the_shard_and_gathers_nothing(
+    four: World, build: str
+) -> None:
+    for peak, shard, asked in four.run("peak_of_publishing", build=build, port=free_port()):
+        assert asked == []
+        assert shard // 2 < peak <= shard + (2 << 20)
+        assert shard < 20 << 20, "a quarter of the model"
 
 
 def test_gloo_gets_contiguous_memory_only(two: World) -> None:

@@ -75,6 +75,18 @@ class World:
             self._kill()
             raise
 
+    def kill(self, rank: int | None = None) -> None:
+        """SIGKILL one rank, whom the others miss in the next call; or all of them."""
+        if rank is None:
+            self._kill()
+        else:
+            self._ranks[rank].kill()
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks; started if there are none."""
+        self._start()
+        return [child.ready().pid for child in self._ranks]
+
     def _start(self) -> None:
         if not self._ranks:
             self._num_starts += 1
