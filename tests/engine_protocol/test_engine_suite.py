@@ -19,6 +19,8 @@ from rl_bridge import (
 )
 from rl_bridge.engines import EngineDriver
 from rl_bridge.errors import IncompatibleUpdate, SessionRefused
+from rl_bridge.groups import GroupBridge
+from rl_bridge.testing import EngineUnderTest
 
 HOME = Path(__file__).resolve().parents[2] / "docs" / "examples" / "small_engine"
 sys.path.insert(0, str(HOME))
@@ -51,6 +53,13 @@ class TestSmallEngineOfShards(TestSmallEngine):
 
 
 @pytest.mark.full
+class TestSmallEngineThroughOfShards(TestSmallEngineThrough):
+    """Both."""
+
+    publishers = 2
+
+
+@pytest.mark.full
 class TestSmallEngineEverywhere(small.TestSmallEngine):
     """At each place that the page tries."""
 
@@ -58,6 +67,26 @@ class TestSmallEngineEverywhere(small.TestSmallEngine):
 @pytest.mark.full
 class TestSmallEngineByFile(small.TestSmallEngineByFile):
     """Fed by its own loader."""
+
+
+def test_an_engine_that_is_fed_by_its_own_loader_takes_what_the_driver_assembled_of_shards(
+    running: EngineUnderTest, tmp_path: Path
+) -> None:
+    suite = TestSmallEngineOfShards()
+    driver = small_engine_adapter(
+        running.engine, file=tmp_path / "update.safetensors", take_over=True
+    )
+    with (
+        suite.published() as trainer,
+        GroupBridge() as bridge,
+        RolloutExecutor(weight_bridge=bridge, weight_install_adapter=driver) as executor,
+    ):
+        for version, number in enumerate((1, 0, 1, 0), 1):
+            group = trainer.publish(weights(number), weight_version=version)
+            executor.update_weights(group)
+            assert suite.answers(running.engine) == running.fresh[number]
+            (told,) = trainer.holders(group)
+            assert (told.state, told.worker) == ("acknowledged", "rollout")
 
 
 @pytest.mark.full

@@ -129,6 +129,13 @@ class TestVLLMThrough(TestVLLM):
         return super().make_driver(engine, staging="through", **options)
 
 
+@FULL
+class TestVLLMThroughOfShards(TestVLLMThrough):
+    """Of shards, written into the memory that serves."""
+
+    publishers = 2
+
+
 # ---- one rank fails -----------------------------------------------------------------------------
 
 
