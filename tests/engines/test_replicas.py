@@ -179,6 +179,13 @@ def test_each_request_of_each_replica_is_answered_by_one_version(
             assert span.version == label(new if fails is None else old)
 
 
+def test_vllm_tells_what_the_first_replica_said_and_a_driver_hears_all(engine: Looped) -> None:
+    told = engine.run(engine.llm.collective_rpc("tell_pid"))
+    assert told == ask_all(engine, "tell_pid")[:1]
+    heard = engine.run(engine.llm.collective_rpc("rl_bridge", args=("describe",)))
+    assert [reply["rank"] for reply in heard] == list(REPLICAS)
+
+
 def test_vllms_own_calls_are_refused_by_all_replicas(
     engine: Looped, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
 ) -> None:
