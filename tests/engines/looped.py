@@ -20,6 +20,7 @@ from tests.engines.drive import (
 )
 
 DEADLINE_S = 120
+START_S = 300  # replicas of two ranks are six processes
 
 
 class Running:
@@ -71,7 +72,8 @@ class Looped:
         self._names = iter(range(1_000_000))
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.llm: Any = self.run(self._start({**arguments(setting, path), **options}))
+        starts = self.submit(self._start({**arguments(setting, path), **options}))
+        self.llm: Any = starts.result(START_S)
 
     async def _start(self, options: dict[str, Any]) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
