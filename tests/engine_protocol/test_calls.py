@@ -17,12 +17,10 @@ from rl_bridge import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.engines import EngineClient, EngineDriver, Replies, Reply, ServingOptions
-from rl_bridge.engines.rank_bridges import EngineBridges
 from rl_bridge.engines.rpc import OTHER_RANK, failure_reply
 from rl_bridge.engines.serving import Serving, default_label
 from rl_bridge.engines.session import Session
 from rl_bridge.errors import DriverError, IncompatibleUpdate, SessionRefused, TransportUnavailable
-from rl_bridge.manifest.group import GROUP
 
 IDLE = {"driver": "", "driver_name": "", "epoch": 0, "world_size": 1, "stage": "idle"}
 IDLE |= dict.fromkeys(("update_id", "weight_version", "root", "pending", "manifest"))
@@ -117,13 +115,6 @@ def test_a_trainer_that_cannot_be_told_is_a_warning(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         Client(not_told="the way back is gone").ask("commit")
     assert "the way back is gone" in caplog.text
-
-
-def test_what_was_assembled_of_a_group_is_refused_with_what_to_do(trainer: TensorBridge) -> None:
-    manifest = trainer.publish({"w": torch.ones(4)}, weight_version=1)
-    assembled = manifest.model_copy(update={"transport": GROUP})
-    with pytest.raises(WeightBridgeUnavailableError, match="Publish what was assembled"):
-        EngineBridges("engine").of(assembled, 0)
 
 
 def test_the_parts_that_ranks_take_are_asked_for_once_in_a_session_and_must_be_all(
