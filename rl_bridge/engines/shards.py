@@ -69,7 +69,7 @@ def needs_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> PartNeeds | None
     if not (table.leaves and plan.is_followed):
         return None
     whole = [table.rows[name] for name in plan.mixed]
-    leaves = [(row, 0, int(table.leaf_counts[row])) for row in whole]
+    leaves = [(row, 0, int(table.leaf_counts[row]), 0, _last_dim(table, row)) for row in whole]
     for route in plan.routes():
         row, view = table.rows[route.source], route.source_view
         if not view.numel:
@@ -77,16 +77,21 @@ def needs_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> PartNeeds | None
         item = DTYPE_NBYTES[table.dtypes[row]]
         steps = zip(view.shape, view.stride, strict=True)
         dims = sorted(((n, s * item) for n, s in steps if n > 1 and s), key=_stride, reverse=True)
-        found = leaves_of(dims, view.offset * item, item)
-        leaves += [(row, first, end) for first, end in found]
+        found = leaves_of(dims, view.offset * item, item, _last_dim(table, row))
+        leaves += [(row, *leaf_range) for leaf_range in found]
     needs = PartNeeds.of(table, leaves) if leaves else None
-    if needs is None or int(needs.nbytes.sum()) == table.total_nbytes:
+    if needs is None or needs.verified_nbytes == table.total_nbytes:
         return None
     return needs
 
 
 def _stride(dim: tuple[int, int]) -> int:
     return dim[1]
+
+
+def _last_dim(table: TensorTable, row: int) -> int:
+    """Bytes of a tensor's last dimension."""
+    return (1, *table.shapes[row])[-1] * DTYPE_NBYTES[table.dtypes[row]]
 
 
 class GroupShare(NamedTuple):

@@ -54,11 +54,7 @@ class Assembly:
         self._num_threads = num_threads
         self._copies = BytePlan(plan.run_nbytes.astype(np.uint64))
         # For each part, the bytes up to the end of the last range that is read.
-        self._reach = {
-            needs.part: int((needs.starts + needs.nbytes).max())
-            for needs in plan.parts
-            if len(needs.starts)
-        }
+        self._reach = {needs.part: needs.end for needs in plan.parts}
         self._digests = BytePlan(plan.table.nbytes_column)
         self._wholes: tuple[_Column, _Column] | None = None
 

@@ -31,7 +31,7 @@ from rl_bridge.manifest.coverage import (
 from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.table import TensorTable, collector_paused, row_major_stride
-from rl_bridge.memory.parts import PartNeeds, leaves_of
+from rl_bridge.memory.parts import LeafRange, PartNeeds, leaves_of
 
 # The compiled pass copies rows of at least this size; numpy copies boxes of smaller rows.
 _ROW_NBYTES = 32_768
@@ -78,7 +78,7 @@ class Copies:
     """
 
     boxes: tuple[BoxCopy, ...]
-    leaves: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    leaves: tuple[tuple[int, tuple[LeafRange, ...]], ...]
     nbytes: int
 
 
@@ -106,12 +106,12 @@ def copies_for(
     target_strides = row_major_stride(target_shape)
     shift = [a - o for a, o in zip(at, offset, strict=True)]
     boxes: list[BoxCopy] = []
-    leaves: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+    leaves: list[tuple[int, tuple[LeafRange, ...]]] = []
     nbytes = 0
     for place, held in enumerate(pieces):
         if held.piece.replica:
             continue
-        touched: list[tuple[int, int]] = []
+        touched: list[LeafRange] = []
         for box in piece_boxes(held.piece):
             shared = intersect(box, wanted)
             if shared is None:
@@ -130,23 +130,11 @@ def copies_for(
             else:
                 sizes, a_strides, b_strides = zip(*dims, strict=True)
                 boxes.append(BoxCopy(place, source, target, sizes, a_strides, b_strides))
-            touched += leaves_of([(n, s * item) for n, s, _ in dims], source * item, item)
+            box_dims = [(n, s * item) for n, s, _ in dims]
+            touched += leaves_of(box_dims, source * item, item, (1, *held.shape)[-1] * item)
         if touched:
-            leaves.append((place, tuple(merged(touched))))
+            leaves.append((place, tuple(touched)))
     return Copies(tuple(boxes), tuple(leaves), nbytes)
-
-
-def merged(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ranges in order, those that meet joined."""
-    start, end = -1, -1
-    for low, high in sorted(ranges):
-        if low > end:
-            if end > start:
-                yield start, end
-            start, end = low, high
-        end = max(end, high)
-    if end > start:
-        yield start, end
 
 
 _Dim = tuple[int, int, int]
@@ -266,7 +254,7 @@ class _Planner:
         self._pattern_of: dict[str, int] = {}
         self._copies: dict[object, Copies] = {}
         self._sound: set[object] = set()
-        self._leaves: list[list[tuple[int, int, int]]] = [[] for _ in group.parts]
+        self._leaves: list[list[tuple[int, int, int, int, int]]] = [[] for _ in group.parts]
         self._runs: list[tuple[int, int, int, int]] = []
         self._boxes: list[PlacedBox] = []
         self._needed = 0
@@ -302,7 +290,7 @@ class _Planner:
             boxes=tuple(self._boxes),
             wholes=wholes,
             needed_nbytes=self._needed,
-            verified_nbytes=sum(int(one.nbytes.sum()) for one in parts),
+            verified_nbytes=sum(one.verified_nbytes for one in parts),
         )
 
     # ---- what is wanted -------------------------------------------------------------------------
@@ -367,8 +355,7 @@ class _Planner:
             placed.append((one.rank, row, table.offsets[row]))
         for place, ranges in copies.leaves:
             rank, row, _ = placed[place]
-            for first, end in ranges:
-                self._leaves[rank].append((row, first, end))
+            self._leaves[rank] += [(row, *leaf_range) for leaf_range in ranges]
         for box in copies.boxes:
             rank, _, offset = placed[box.held]
             if box.is_run:

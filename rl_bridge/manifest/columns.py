@@ -108,7 +108,7 @@ class ColumnBlocks:
         counts = bands[1] - bands[0]
         which = np.repeat(np.arange(len(tensors)), counts)
         band = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - bands[0], counts)
-        chosen, strip = np.nonzero(strips[which][:, None] >> np.arange(_STRIPS[0]) & 1)
+        chosen, strip = np.nonzero(bits_of(strips[which]))
         rows, band = tensors[which[chosen]], band[chosen]
         count, pitch, first = self.strips[rows], self.row_nbytes[rows], self.band_rows[rows] * band
         return Blocks(
@@ -125,3 +125,8 @@ class ColumnBlocks:
         tensors = np.flatnonzero(self.strips)
         ends = -(-self.rows[tensors] // self.band_rows[tensors])
         return self.blocks(tensors, (np.zeros_like(ends), ends), (1 << self.strips[tensors]) - 1)
+
+
+def bits_of(strips: _Column) -> npt.NDArray[np.bool_]:
+    """Strips of which each number has the bit: shape [numbers, 16]."""
+    return strips[:, None] >> np.arange(_STRIPS[0]) & 1 > 0

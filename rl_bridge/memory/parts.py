@@ -3,7 +3,8 @@
 A digest covers a whole tensor, and a reader of some rows of it does not want to read the rest. The
 arena therefore ends with its leaf list (`rl_bridge.manifest.table`). The reader compares the list
 with the tensors' digests, and each leaf that it needs with the list: that proves these bytes as
-well as reading all of them would.
+well as reading all of them would. Of a tensor of which it needs some columns, it reads and verifies
+column blocks instead, by the column list (`rl_bridge.manifest.columns`), if they are fewer bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,13 +15,22 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_bridge.errors import ChecksumMismatch
+from rl_bridge.manifest.columns import Blocks, bits_of
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_rows
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
-from rl_bridge.memory.packing import LeafPlan, checked_block
+from rl_bridge.memory.packing import LeafPlan, blocks_at, checked_block, checked_columns
+from rl_bridge.memory.passes import block_digests
 from rl_bridge.memory.vm import tensor_at
 
 _Column = npt.NDArray[np.int64]
+# What a piece of a row costs beside its bytes, in bytes: short ones are not worth reading alone.
+_PIECE_NBYTES = 256
+
+LeafRange = tuple[int, int, int, int]
+"""Leaves of a tensor, and which bytes of its rows are needed of them: each the first, and the last
+one + 1.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +45,9 @@ class PartNeeds:
         nbytes: size of each.
         rows: stored tensor that each lies in.
         expected: first byte, in the part's leaf list, of each leaf of these ranges.
-        read_starts: first byte, in the part's arena, of each range that is read: the verified
-            ranges and the leaf list; ascending, no two of them meet.
+        blocks: column blocks that are verified; other tensors than those of the ranges.
+        read_starts: first byte, in the part's arena, of each range that is read: what is verified,
+            and the lists of digests for it; ascending, no two of them meet.
         read_nbytes: size of each.
 
     """
@@ -47,19 +58,26 @@ class PartNeeds:
     nbytes: _Column
     rows: _Column
     expected: _Column
+    blocks: Blocks
     read_starts: _Column
     read_nbytes: _Column
 
     @classmethod
     def of(
-        cls, table: TensorTable, leaves: Sequence[tuple[int, int, int]], *, part: int = 0
+        cls,
+        table: TensorTable,
+        leaves: Sequence[tuple[int, int, int, int, int]],
+        *,
+        part: int = 0,
     ) -> "PartNeeds":
-        """Those of a reader who needs `leaves`: row of the table, first leaf, last one + 1."""
+        """Those of a reader who needs `leaves`: row of the table, and a `LeafRange` of it."""
         sizes = table.nbytes_column.astype(np.int64)
         offsets = table.offset_column.astype(np.int64)
-        wanted = np.array(leaves, np.int64).reshape(-1, 3)
+        wanted = np.array(leaves, np.int64).reshape(len(leaves), 5)
         counts = table.leaf_counts
-        rows, first, end = _joined(wanted, counts)
+        blocks, pieces = _in_columns(table, wanted)
+        by_leaves = ~np.isin(wanted[:, 0], blocks.tensors)
+        rows, first, end = _joined(wanted[by_leaves, :3], counts)
         # The manifest has the digests of whole tensors.
         has_leaves = table.leaves and bool((end - first != counts[rows]).any())
         if not has_leaves:
@@ -73,9 +91,11 @@ class PartNeeds:
             expected = np.repeat(starts, num) + within * DIGEST_NBYTES
         begins = offsets[rows] + first * LEAF_NBYTES
         nbytes = np.minimum(sizes[rows], end * LEAF_NBYTES) - first * LEAF_NBYTES
-        read = np.stack((begins, nbytes), 1)
+        read = np.concatenate((np.stack((begins, nbytes), 1), pieces))
         if has_leaves:
             read = np.concatenate((read, [[table.leaves_offset, table.leaves_nbytes]]))
+        if len(pieces):
+            read = np.concatenate((read, [[table.columns_offset, table.columns_nbytes]]))
         read_starts, read_nbytes = _met(read[read[:, 1] > 0])
         return cls(
             part=part,
@@ -84,6 +104,7 @@ class PartNeeds:
             nbytes=nbytes,
             rows=rows,
             expected=expected,
+            blocks=blocks,
             read_starts=read_starts,
             read_nbytes=read_nbytes,
         )
@@ -91,6 +112,7 @@ class PartNeeds:
     def of_rows(self, rows: Sequence[int]) -> "PartNeeds":
         """These, but only what lies in some stored tensors is verified."""
         is_in = np.isin(self.rows, rows)
+        in_blocks = np.isin(self.blocks.tensors, rows)
         expected = self.expected
         if self.has_leaves:
             expected = expected[np.repeat(is_in, -(-self.nbytes // LEAF_NBYTES))]
@@ -100,23 +122,39 @@ class PartNeeds:
             nbytes=self.nbytes[is_in],
             rows=self.rows[is_in],
             expected=expected,
+            blocks=Blocks(*(column[in_blocks] for column in self.blocks)),
         )
+
+    @property
+    def verified_nbytes(self) -> int:
+        """Bytes of tensors that are read and verified."""
+        return int(self.nbytes.sum() + (self.blocks.rows * self.blocks.widths).sum())
+
+    @property
+    def end(self) -> int:
+        """The first byte of the part's arena behind everything that is read."""
+        return int(self.read_starts[-1] + self.read_nbytes[-1]) if len(self.read_starts) else 0
 
     @cached_property
     def _pass(self) -> LeafPlan | None:
         return LeafPlan(self.nbytes.astype(np.uint64)) if len(self.nbytes) else None
 
     def verify(self, part: WeightUpdateManifest, base: int, *, num_threads: int | None) -> None:
-        """Verify the ranges of a part whose arena is at `base`, in memory of the CPU.
+        """Verify what is needed of a part whose arena is at `base`, in memory of the CPU.
 
         Raises:
-            ChecksumMismatch: they are not what was published, or the leaf list is not.
-            MalformedManifest: the leaf list has another size.
+            ChecksumMismatch: it is not what was published, or a list of digests is not.
+            MalformedManifest: a list of digests has another size.
 
         """
-        verify = self._pass
-        if verify is None:
-            return
+        if self._pass is not None:
+            self._verify_ranges(self._pass, part, base, num_threads)
+        if len(self.blocks.rows):
+            self._verify_blocks(part, base, num_threads)
+
+    def _verify_ranges(
+        self, verify: LeafPlan, part: WeightUpdateManifest, base: int, num_threads: int | None
+    ) -> None:
         addresses = (self.starts + base).astype(np.uint64)
         if not self.has_leaves:
             found = digest_rows(verify.digest(addresses, num_threads=num_threads))
@@ -124,14 +162,28 @@ class PartNeeds:
             if differs.any():
                 raise self._damaged(part, int(np.flatnonzero(differs)[0]))
             return
-        listed = np.frombuffer(leaf_list(part, base), np.uint8)
-        expected = listed[self.expected[:, None] + np.arange(DIGEST_NBYTES)]
+        listed = leaf_list(part, base)
         leaves = verify.leaves(addresses, num_threads=num_threads)
-        differs = (leaves != expected).any(axis=1)
+        differs = _differ(leaves, listed, self.expected)
         if differs.any():
             ends = np.cumsum(verify.leaf_counts)
             place = int(np.searchsorted(ends, np.flatnonzero(differs)[0], side="right"))
             raise self._damaged(part, place)
+
+    def _verify_blocks(
+        self, part: WeightUpdateManifest, base: int, num_threads: int | None
+    ) -> None:
+        table, blocks = part.table, self.blocks
+        memory = tensor_at(base + table.columns_offset, table.columns_nbytes)
+        listed = checked_columns(part, memory.numpy().tobytes())
+        given = blocks_at(blocks, table.offset_column + np.uint64(base))
+        found = block_digests(given, num_threads=num_threads)
+        differs = _differ(found, listed, blocks.expected)
+        if differs.any():
+            place = np.flatnonzero(differs)[0]
+            row, start = int(blocks.tensors[place]), int(blocks.starts[place])
+            reach = int((blocks.rows[place] - 1) * blocks.pitches[place] + blocks.widths[place])
+            raise damaged(part, self.part, row, table.offsets[row] + start, reach)
 
     def _damaged(self, part: WeightUpdateManifest, place: int) -> ChecksumMismatch:
         start, nbytes = int(self.starts[place]), int(self.nbytes[place])
@@ -163,23 +215,78 @@ def damaged(
     )
 
 
-def leaves_of(dims: Sequence[tuple[int, int]], start: int, item: int) -> Iterator[tuple[int, int]]:
-    """Ranges of leaves of a tensor that hold a box of (size, stride) at `start`; all in bytes.
+def leaves_of(
+    dims: Sequence[tuple[int, int]], start: int, item: int, row: int
+) -> Iterator[LeafRange]:
+    """Leaves of a tensor that hold a box of (size, stride) at `start`; all in bytes.
 
-    The strides fall from each dimension to the next.
+    The strides fall from each dimension to the next. `row` is the size of the tensor's last
+    dimension.
     """
     extent = item + sum((size - 1) * stride for size, stride in dims)
     # If neighbours are less than a leaf apart, every leaf in between is needed.
     if not dims or dims[0][1] <= LEAF_NBYTES:
-        yield start // LEAF_NBYTES, -(-(start + extent) // LEAF_NBYTES)
+        low = start % row
+        high = low + item + sum((size - 1) * stride for size, stride in dims if stride % row)
+        columns = (low, high) if high <= row else (0, row)
+        yield start // LEAF_NBYTES, -(-(start + extent) // LEAF_NBYTES), *columns
         return
     (size, stride), *rest = dims
     for i in range(size):
-        yield from leaves_of(rest, start + i * stride, item)
+        yield from leaves_of(rest, start + i * stride, item, row)
+
+
+def _in_columns(table: TensorTable, wanted: _Column) -> tuple[Blocks, _Column]:
+    """Column blocks to read in place of leaves, and the pieces of rows (start, size) they are in.
+
+    Of each tensor either: the strips that some range needs, in the bands from the first that one
+    needs to the last, if these are fewer bytes than the leaves.
+    """
+    cuts = table.column_blocks
+    if not table.columns:
+        wanted = wanted[:0]
+    wanted = wanted[cuts.strips[wanted[:, 0]] > 0]
+    which, first, end, low, high = wanted.T
+    tensors, which = np.unique(which, return_inverse=True)
+    pitch, count = cuts.row_nbytes[tensors], cuts.strips[tensors]
+    width, band = pitch // count, cuts.band_rows[tensors] * pitch
+    strips = np.zeros_like(tensors)
+    np.bitwise_or.at(strips, which, (1 << -(-high // width[which])) - (1 << low // width[which]))
+    begin, stop = np.full_like(tensors, table.arena_nbytes), np.zeros_like(tensors)
+    np.minimum.at(begin, which, first * LEAF_NBYTES // band[which])
+    np.maximum.at(stop, which, -(-end * LEAF_NBYTES // band[which]))
+    stop = np.minimum(stop, -(-cuts.rows[tensors] // cuts.band_rows[tensors]))  # a short last leaf
+    from_row = begin * cuts.band_rows[tensors]
+    num_rows = np.minimum(stop * cuts.band_rows[tensors], cuts.rows[tensors]) - from_row
+    # A run of strips is one piece of a row.
+    firsts, lasts = bits_of(strips & ~(strips << 1)), bits_of(strips & ~(strips >> 1))
+    nbytes = bits_of(strips).sum(1) * width
+    rows, first, end = _joined(wanted[:, :3], table.leaf_counts)
+    by_leaves = np.zeros_like(tensors)
+    np.add.at(by_leaves, np.searchsorted(tensors, rows), (end - first) * LEAF_NBYTES)
+    chosen = num_rows * (nbytes + firsts.sum(1) * _PIECE_NBYTES) < by_leaves
+    blocks = cuts.blocks(tensors[chosen], (begin[chosen], stop[chosen]), strips[chosen])
+    which, run = np.nonzero(firsts & chosen[:, None])
+    _, last = np.nonzero(lasts & chosen[:, None])
+    counts = num_rows[which]
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = table.offset_column.astype(np.int64)[tensors] + from_row * pitch
+    starts = np.repeat(starts[which] + run * width[which], counts)
+    starts += within * np.repeat(pitch[which], counts)
+    return blocks, np.stack((starts, np.repeat((last + 1 - run) * width[which], counts)), 1)
+
+
+def _differ(found: npt.NDArray[np.uint8], listed: bytes, at: _Column) -> npt.NDArray[np.bool_]:
+    """Which digests are not those at some places of a list."""
+    expected = np.frombuffer(listed, np.uint8)[at[:, None] + np.arange(DIGEST_NBYTES)]
+    differs: npt.NDArray[np.bool_] = (found != expected).any(axis=1)
+    return differs
 
 
 def _joined(ranges: _Column, counts: _Column) -> tuple[_Column, _Column, _Column]:
     """Ranges of leaves (row, first, end), in order, those of a row that meet joined into one."""
+    if not len(ranges):
+        return ranges[:, 0], ranges[:, 0], ranges[:, 0]
     # Number all leaves of a part in one sequence, with one unused number between two rows.
     bases = np.cumsum(counts + 1) - (counts + 1)
     rows, first, end = ranges.T

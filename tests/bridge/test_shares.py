@@ -3,15 +3,18 @@
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge.consumer import ImportedShare
-from rl_bridge.errors import ChecksumMismatch, WeightUpdateRejectedError
+from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightUpdateRejectedError
 from rl_bridge.lifecycle import State
-from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes
-from rl_bridge.memory.parts import PartNeeds
+from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_bytes
+from rl_bridge.memory.packing import LeafPlan
+from rl_bridge.memory.parts import PartNeeds, leaves_of
+from rl_bridge.memory.passes import Addresses
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
@@ -28,7 +31,8 @@ FIRST, END = 2, 5
 
 def needs_of(manifest: WeightUpdateManifest) -> PartNeeds:
     rows = manifest.table.rows
-    return PartNeeds.of(manifest.table, [(rows["cut"], FIRST, END), (rows["whole"], 0, 1)])
+    leaves = [(rows["cut"], FIRST, END, 0, LEAF_NBYTES), (rows["whole"], 0, 1, 0, 2000)]
+    return PartNeeds.of(manifest.table, leaves)
 
 
 class Pair:
@@ -158,3 +162,171 @@ def test_what_a_reader_wrote_into_an_earlier_version_decides_nothing(pair: Pair)
         share.forget()
         pair.trainer.release(pair.manifest)
     assert len(slots) < version - 1
+
+
+# ---- columns ------------------------------------------------------------------------------------
+
+WIDE = {
+    "columns": torch.randn(700, 1792).bfloat16(),
+    "down": torch.randn(300, 4, 2048),
+    "norm": torch.randn(1792),
+    "rows": torch.randn(64, 1024),
+}
+PART = {"columns": slice(896, 1344), "down": slice(0, 256)}
+"""Columns that are read: the third quarter, the first eighth."""
+
+
+def columns_of(manifest: WeightUpdateManifest) -> PartNeeds:
+    """What a reader of `PART`, of the vector and of half of the rows needs."""
+    table = manifest.table
+    found = [(table.rows["norm"], 0, 1, 0, WIDE["norm"].nbytes)]
+    found.append((table.rows["rows"], 0, 1, 0, 4096))
+    for name, columns in PART.items():
+        tensor = WIDE[name]
+        part = tensor.view(-1, tensor.shape[-1])[:, columns]
+        item = tensor.element_size()
+        dims = [(part.shape[0], part.stride(0) * item), (part.shape[1], item)]
+        leaves = leaves_of(dims, part.storage_offset() * item, item, tensor.shape[-1] * item)
+        found += [(table.rows[name], *leaf) for leaf in leaves]
+    return PartNeeds.of(table, found)
+
+
+class ColumnPair(Pair):
+    """A trainer that digests columns, too, and a reader of some of them."""
+
+    def __init__(self, trainer: TensorBridge, faults: FaultInjecting, reader: TensorBridge) -> None:
+        self.trainer, self.faults, self.reader = trainer, faults, reader
+        self.manifest = trainer.publish(WIDE, weight_version=1)
+        self.needs = columns_of(self.manifest)
+
+
+@pytest.fixture
+def columns() -> Iterator[ColumnPair]:
+    faults = FaultInjecting(SharedMemory(columns=True))
+    with BridgeOver(faults) as trainer, make_weight_bridge("shared-memory") as reader:
+        yield ColumnPair(trainer, faults, reader)
+
+
+def test_a_reader_of_columns_reads_the_blocks_that_hold_them(columns: ColumnPair) -> None:
+    share = columns.read()
+    needed = WIDE["norm"].nbytes + LEAF_NBYTES
+    for name, part in PART.items():
+        assert torch.equal(share[name][..., part], WIDE[name][..., part])
+        needed += WIDE[name][..., part].nbytes
+    assert torch.equal(share["norm"], WIDE["norm"])
+    needs, table = columns.needs, columns.manifest.table
+    assert needs.verified_nbytes == needed
+    read = needed + table.lists_nbytes
+    assert read <= int(needs.read_nbytes.sum()) <= read + 512  # and what aligns tensors
+    ends = needs.read_starts + needs.read_nbytes
+    assert (needs.read_starts[1:] > ends[:-1]).all()
+    assert needs.end == ends[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "column"),
+    [("columns", 0, 1792), ("columns", 699, 2687), ("down", 0, 0), ("down", 1199, 1023)],
+)
+def test_a_byte_of_a_needed_column_that_was_damaged_refuses_the_update(
+    columns: ColumnPair, name: str, row: int, column: int
+) -> None:
+    columns.damage(name, row * WIDE[name].shape[-1] * WIDE[name].element_size() + column)
+    with pytest.raises(ChecksumMismatch, match=f"{name!r} in version 1: bytes"):
+        columns.read()
+    with pytest.raises(WeightUpdateRejectedError, match="was rejected"):
+        columns.read()
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [("columns", 1791), ("columns", 2688), ("down", 1024), ("rows", LEAF_NBYTES)]
+)
+def test_a_byte_of_another_column_decides_nothing(columns: ColumnPair, name: str, at: int) -> None:
+    columns.damage(name, at)
+    share = columns.read()
+    assert torch.equal(share["columns"][:, PART["columns"]], WIDE["columns"][:, PART["columns"]])
+
+
+@pytest.mark.parametrize("nth", [0, -1])
+def test_a_damaged_column_list_refuses_the_update(columns: ColumnPair, nth: int) -> None:
+    table = columns.manifest.table
+    at = table.columns_offset + nth % table.columns_nbytes
+    columns.faults.corrupt(columns.manifest, at)
+    with pytest.raises(ChecksumMismatch, match="column list checksum mismatch"):
+        columns.read()
+
+
+def test_a_digest_of_the_column_list_that_was_changed_on_its_way_is_refused(
+    columns: ColumnPair,
+) -> None:
+    sent = columns.manifest
+    columns.manifest = sent.model_copy(update={"columns": "0" * 32})
+    with pytest.raises(DigestMismatch, match="header"):  # a reader of all does not look at the list
+        columns.reader.import_update(columns.manifest)
+    assert torch.equal(columns.reader.import_update(sent)["norm"], WIDE["norm"])
+    columns.reader.release_imported(sent)
+    sent = columns.trainer.publish(WIDE, weight_version=2)
+    columns.manifest = sent.model_copy(update={"columns": "0" * 32})
+    with pytest.raises(ChecksumMismatch, match="column list checksum mismatch"):
+        columns.read()
+
+
+def test_a_publisher_whose_column_list_lies_is_refused(
+    columns: ColumnPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = LeafPlan.take_columns
+
+    def lie(plan: LeafPlan, src: Addresses) -> npt.NDArray[np.uint8]:
+        found = honest(plan, src)
+        found[::DIGEST_NBYTES] ^= 1
+        return found
+
+    monkeypatch.setattr(LeafPlan, "take_columns", lie)
+    columns.manifest = columns.trainer.publish(
+        {name: tensor + 1 for name, tensor in WIDE.items()}, weight_version=2
+    )
+    with pytest.raises(ChecksumMismatch, match="in version 2: bytes"):
+        columns.read()
+    # Of a whole update, the digests of its tensors decide.
+    whole = columns.trainer.publish(WIDE, weight_version=3)
+    assert torch.equal(columns.reader.import_update(whole)["down"], WIDE["down"])
+
+
+def test_a_column_that_went_bad_after_the_import_is_found_by_a_second_look(
+    columns: ColumnPair,
+) -> None:
+    share = columns.read()
+    share.verify(WIDE)
+    columns.damage("down", 8192)
+    with pytest.raises(ChecksumMismatch, match="'down'"):
+        share.verify(["norm", "down"])
+    share.verify(["norm", "columns"])
+
+
+def test_without_a_column_list_a_reader_of_columns_takes_whole_leaves(pair: Pair) -> None:
+    manifest = pair.trainer.publish(WIDE, weight_version=2)
+    needs = columns_of(manifest)
+    assert not len(needs.blocks.rows)
+    assert needs.verified_nbytes > sum(WIDE[name].nbytes for name in PART)
+
+
+def test_columns_of_which_most_are_needed_are_read_by_leaf(columns: ColumnPair) -> None:
+    table = columns.manifest.table
+    row = table.rows["columns"]
+    count = int(table.leaf_counts[row])
+    for high in (3584, 3585 - 448):
+        needs = PartNeeds.of(table, [(row, 0, count, 0, high)])
+        assert not len(needs.blocks.rows)
+        assert needs.verified_nbytes == WIDE["columns"].nbytes
+    # Whoever needs all of it besides has it in leaves, too.
+    needs = PartNeeds.of(table, [(row, 0, count, 0, 448), (row, 0, count, 0, 3584)])
+    assert not len(needs.blocks.rows)
+
+
+def test_two_ranges_of_columns_of_one_tensor_are_joined(columns: ColumnPair) -> None:
+    table = columns.manifest.table
+    row = table.rows["columns"]
+    count = int(table.leaf_counts[row])
+    ranges = [(row, 0, count, 0, 448), (row, 0, count, 1792, 2240), (row, 0, count, 448, 500)]
+    needs = PartNeeds.of(table, ranges)
+    assert needs.verified_nbytes == 700 * 3 * 448
+    assert sorted(set(needs.read_nbytes.tolist()) - {table.columns_nbytes}) == [448, 896]
