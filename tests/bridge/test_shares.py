@@ -186,7 +186,8 @@ def columns_of(manifest: WeightUpdateManifest) -> PartNeeds:
         part = tensor.view(-1, tensor.shape[-1])[:, columns]
         item = tensor.element_size()
         dims = [(part.shape[0], part.stride(0) * item), (part.shape[1], item)]
-        leaves = leaves_of(dims, part.storage_offset() * item, item, tensor.shape[-1] * item)
+        start = int(part.storage_offset()) * item
+        leaves = leaves_of(dims, start, item, tensor.shape[-1] * item)
         found += [(table.rows[name], *leaf) for leaf in leaves]
     return PartNeeds.of(table, found)
 
