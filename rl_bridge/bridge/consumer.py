@@ -52,7 +52,7 @@ from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, tensor_digest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
-from rl_bridge.memory.parts import PartNeeds, leaf_list
+from rl_bridge.memory.parts import NOTHING, PartNeeds, leaf_list
 from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.segment import SHORTAGE_NUMBERS
 from rl_bridge.memory.views import Attachment, ImportedTensors, Pin
@@ -182,7 +182,7 @@ class _Update:
         attachment: its bytes, while they are held.
         proof: what the acknowledgement carried.
         timings_ms: phase -> milliseconds.
-        needs: what of it is read here; None for all.
+        needs: what of it is read here; None for all, `NOTHING` while the engine's processes do it.
         buffers: the memory of what was released here; it lives on with tensors of the update.
         is_of_a_copy: what was refused is one manifest, which may have been changed on its way; the
             update itself may come.
@@ -343,18 +343,17 @@ class Consumer:
         self,
         manifest: WeightUpdateManifest,
         *,
-        reads: bool = True,
         needs: PartNeeds | None = None,
     ) -> Mapping[str, torch.Tensor]:
         """Make an update's tensors readable here and verify every byte. See `TensorBridge`.
 
-        With `reads` False, the caller has them verified elsewhere and then takes `Event.VERIFY`.
         With `needs`, which must be of the same layout, only these ranges are read and verified,
-        unless the bytes arrive on a device, where they are digested as a whole.
+        unless the bytes arrive on a device, where they are digested as a whole. With `NOTHING`, the
+        caller has the update verified elsewhere and then takes `Event.VERIFY`.
         """
         with self.turn(), self.end.in_one_go():
             self.check_open()
-            if needs is not None and self.end.place is not CPU_PLACE:
+            if needs is not NOTHING and self.end.place is not CPU_PLACE:
                 needs = None
             if manifest.transport != self._transport_name:
                 require_transport(manifest, self._transport_name)
@@ -366,27 +365,26 @@ class Consumer:
                 # An interrupt cut its import off: it begins anew.
                 known.attachment, known = None, None
             self._collect_garbage()
-            return self._import(manifest, known, reads=reads, needs=needs)
+            return self._import(manifest, known, needs)
 
     def _import(
         self,
         manifest: WeightUpdateManifest,
         known: _Update | None,
-        *,
-        reads: bool,
         needs: PartNeeds | None,
     ) -> Mapping[str, torch.Tensor]:
         record = self._announce(manifest.update_id, manifest)
         record.needs = needs
         try:
             start = time.perf_counter()
-            attachment = record.attachment = (
-                self.end.attach(manifest) if needs is None else self._attach_part(manifest, needs)
-            )
+            attachment = record.attachment = self._attach(manifest, needs)
             record.timings_ms["attach"] = (time.perf_counter() - start) * 1e3
             record.lifecycle.fire(Event.IMPORT)
-            if not reads and _sealed_header(attachment) == manifest.header_digest:
-                return LazyTensors(manifest, attachment)
+            if needs is NOTHING:
+                if _sealed_header(attachment) == manifest.header_digest:
+                    return LazyTensors(manifest, attachment, weakref.ref(self))
+                # All of its bytes tell what is wrong with it.
+                attachment, needs = self._attach_rest(record, manifest, attachment), None
             self._verify(manifest, record, attachment)
             record.lifecycle.fire(Event.VERIFY)
         except BaseException as error:
@@ -404,9 +402,51 @@ class Consumer:
             record.lifecycle.fire(Event.IMPORT)
             self._report(record)
 
-    def _attach_part(self, manifest: WeightUpdateManifest, needs: PartNeeds) -> Attachment:
+    def _attach(self, manifest: WeightUpdateManifest, needs: PartNeeds | None) -> Attachment:
+        if needs is None:
+            return self.end.attach(manifest)
         request = PartRequest(manifest=manifest, starts=needs.read_starts, nbytes=needs.read_nbytes)
         return self.end.attach_parts([request])[0]
+
+    def _attach_rest(
+        self, record: _Update, manifest: WeightUpdateManifest, attachment: Attachment
+    ) -> Attachment:
+        """All of an update of which nothing was read here before."""
+        if attachment.is_part:
+            attachment = record.attachment = self.end.attach(manifest)
+        record.needs = None
+        return attachment
+
+    def read_late(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Fetch and verify what was imported with `NOTHING`.
+
+        Raises:
+            StaleUpdate: it was released meanwhile, here or by its publisher.
+            WeightBridgeError: what an import raises; the update is held as before.
+
+        """
+        with self.turn():
+            self.check_open()
+            record = self._updates.get(manifest.update_id)
+            held = None if record is None else record.attachment
+            if record is None or held is None or record.needs not in {None, NOTHING}:
+                msg = (
+                    f"version {manifest.weight_version} (update {manifest.update_id}) was released "
+                    "here before its bytes were asked for: only the engine's own processes have "
+                    "read it. Import the publisher's latest manifest."
+                )
+                raise StaleUpdate(msg)
+            needs = record.needs
+            attachment = self._attach_rest(record, manifest, held)
+            try:
+                _require_bytes(manifest, attachment)
+                require_header(manifest, attachment, binds_header=self._binds_header)
+            except BaseException:
+                if attachment is not held:
+                    attachment.tensors.forget()
+                record.needs, record.attachment = needs, held
+                raise
+            return attachment
 
     def _import_again(
         self,
@@ -416,6 +456,9 @@ class Consumer:
         needs: PartNeeds | None,
     ) -> Mapping[str, torch.Tensor]:
         """An update that is held: its bytes are read again."""
+        needs = None if needs is NOTHING else needs
+        if needs is None and known.needs is NOTHING and known.manifest == manifest:
+            attachment = self._attach_rest(known, manifest, attachment)
         if known.manifest != manifest or known.needs is not needs:
             what = "from another manifest" if known.manifest != manifest else "another part of it"
             msg = (
@@ -428,11 +471,7 @@ class Consumer:
         except ChecksumMismatch as error:
             if attachment.tensors.pin.view is None:
                 # What differs was written here, over this process's own copy: that is its user's.
-                attachment = known.attachment = (
-                    self.end.attach(manifest)
-                    if needs is None
-                    else self._attach_part(manifest, needs)
-                )
+                attachment = known.attachment = self._attach(manifest, needs)
                 self._verify(manifest, known, attachment)
             else:
                 if Event.REJECT in known.lifecycle.moves:  # else an engine holds it already
@@ -736,11 +775,10 @@ class PlainConsumer:
         self,
         manifest: WeightUpdateManifest,
         *,
-        reads: bool = True,
         needs: PartNeeds | None = None,
     ) -> Mapping[str, torch.Tensor]:
         """Import and verify one complete version."""
-        del reads, needs
+        del needs
         self._acknowledged = None  # what it said of this update, it said of an earlier install
         return self._bridge.import_update(manifest)
 
@@ -790,14 +828,20 @@ class LazyTensors(ImportedTensors):
     """An imported update that nobody has read here: the engine's own processes verify it.
 
     Whatever first asks for its memory, such as a tensor, has every byte of the update read and
-    verified here.
+    verified here; over a transport that copies, it is fetched only then.
     """
 
-    def __init__(self, manifest: WeightUpdateManifest, attachment: Attachment) -> None:
+    def __init__(
+        self,
+        manifest: WeightUpdateManifest,
+        attachment: Attachment,
+        consumer: "weakref.ref[Consumer]",
+    ) -> None:
         """Look at what was attached; nothing is read."""
         super().__init__(manifest.table, attachment.tensors.pin)
         self._manifest = manifest
         self._attachment = attachment
+        self._consumer = consumer
         self._is_read = False
 
     @property
@@ -807,11 +851,26 @@ class LazyTensors(ImportedTensors):
         Raises:
             ChecksumMismatch: the bytes are not what the manifest says.
             WeightUpdateRejectedError: the update was refused or undone, and its memory given back.
+            StaleUpdate: it was released before it was fetched.
+            WeightBridgeError: it cannot be fetched: its publisher is gone, the bridge is closed.
 
         """
-        if not self._is_read:
+        held = super().pin
+        if self._is_read:
+            return held
+        if self._attachment.is_part:
+            consumer = self._consumer()
+            if consumer is None:
+                msg = (
+                    f"version {self._manifest.weight_version} cannot be fetched: the bridge that "
+                    "imported it is gone. Keep it as long as tensors of the update are asked for."
+                )
+                raise BridgeClosed(msg)
+            self._attachment = consumer.read_late(self._manifest)
+            self.held = self._attachment.tensors.pin
+        else:
             _require_bytes(self._manifest, self._attachment)
-            self._is_read = True
+        self._is_read = True
         return super().pin
 
     def forget(self) -> None:

@@ -30,6 +30,7 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.lifecycle import Event, State
 from rl_bridge.manifest.compare import Policy, look_for_suspicion
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.parts import NOTHING
 from rl_bridge.memory.views import ImportedTensors
 
 _LOG = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ class Transaction:
         """
         manifest, previous = self.manifest, self._engine.active
         reads = not self._imports_itself if reads is None else reads
-        self.tensors = self._consumer.import_update(manifest, reads=reads)
+        self.tensors = self._consumer.import_update(manifest, needs=None if reads else NOTHING)
         # Another stream begins anew: with the same weights, or with another wire dtype. And this
         # update itself may come again, after its release.
         if (

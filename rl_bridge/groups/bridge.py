@@ -46,7 +46,7 @@ from rl_bridge.manifest.group import GROUP, GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.memory.parts import PartNeeds
+from rl_bridge.memory.parts import NOTHING, PartNeeds
 from rl_bridge.memory.passes import checked_count, checked_threads
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Attachment, ImportedTensors, Pin
@@ -439,18 +439,17 @@ class GroupConsumer(Consumer):
         self,
         manifest: WeightUpdateManifest,
         *,
-        reads: bool = True,
         needs: PartNeeds | None = None,
     ) -> Mapping[str, torch.Tensor]:
         """See `Consumer`. A group that nobody assembled is imported by the engine's ranks."""
         if not isinstance(manifest, GroupManifest):
-            return super().import_update(manifest, reads=reads, needs=needs)
+            return super().import_update(manifest, needs=needs)
         with self.turn(), self.end.in_one_go():
             self.end.remember(manifest, {"group_root": manifest.root})
             self.note_import(manifest)
             self.end.meet(manifest.parts)
             tensors = _LazyGroup(self, manifest)
-            if reads:
+            if needs is not NOTHING:
                 tensors.read()
             return tensors
 

@@ -190,6 +190,21 @@ class PartNeeds:
         return damaged(part, self.part, int(self.rows[place]), start, nbytes)
 
 
+_NONE = np.empty(0, np.int64)
+NOTHING = PartNeeds(
+    part=0,
+    has_leaves=False,
+    starts=_NONE,
+    nbytes=_NONE,
+    rows=_NONE,
+    expected=_NONE,
+    blocks=Blocks(*(_NONE for _ in Blocks._fields)),
+    read_starts=_NONE,
+    read_nbytes=_NONE,
+)
+"""Those of a reader who leases an update, and leaves its bytes to others."""
+
+
 def leaf_list(part: WeightUpdateManifest, base: int) -> bytes:
     """The leaf list of a part whose arena is at `base`, compared with its digests.
 

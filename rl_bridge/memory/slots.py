@@ -283,7 +283,9 @@ class SlotRing:
             if usable is None and slot.fits(arena_nbytes):
                 usable = slot
                 continue
-            if not slot.fits(arena_nbytes) or self._uses - slot.last_used > _SURPLUS_AGE:
+            # A version that is leased and not read takes a page: others need not make room for it.
+            is_misfit = arena_nbytes > 0 and slot.capacity > vm.PAGE and not slot.fits(arena_nbytes)
+            if is_misfit or self._uses - slot.last_used > _SURPLUS_AGE:
                 self._drop(slot)
             else:
                 leases.unlock(slot.segment.fd)

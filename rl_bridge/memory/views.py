@@ -439,10 +439,21 @@ class Attachment:
     """An update's bytes, readable in this process."""
 
     def __init__(
-        self, table: TensorTable, pin: Pin, plan: Pass, *, num_threads: int | None = None
+        self,
+        table: TensorTable,
+        pin: Pin,
+        plan: Pass,
+        *,
+        num_threads: int | None = None,
+        is_part: bool = False,
     ) -> None:
-        """Attach to a pinned arena."""
+        """Attach to a pinned arena.
+
+        With `is_part`, only ranges that were asked for are in it; if there were none, it need not
+        have room for the others.
+        """
         self.tensors = ImportedTensors(table, pin)
+        self.is_part = is_part
         self._plan = plan
         self._num_threads = num_threads
         self._arrived: bytes | None = None

@@ -8,7 +8,7 @@ behind a manifest without asking the transport under test for them.
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Self
@@ -23,7 +23,14 @@ from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.views import Attachment
 from rl_bridge.transports._slots import SlotPublisher
-from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
+from rl_bridge.transports.base import (
+    Availability,
+    Carried,
+    ConsumerEnd,
+    PartRequest,
+    PublisherEnd,
+    Transport,
+)
 from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
 from rl_bridge.transports.registry import transport_class
 
@@ -336,6 +343,12 @@ class _FaultyConsumer(ConsumerEnd):
         attachment = self._inner.attach(manifest)
         self._owner.reach(Step.AFTER_ATTACH)
         return attachment
+
+    def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
+        self._owner.reach(Step.BEFORE_ATTACH)
+        attached = self._inner.attach_parts(parts)
+        self._owner.reach(Step.AFTER_ATTACH)
+        return attached
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         if self._owner.drops_reports:

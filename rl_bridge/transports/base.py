@@ -89,7 +89,7 @@ class PartRequest:
     Attributes:
         manifest: of the part.
         starts: first byte, in the part's arena, of each range that is read: int64, ascending, no
-            two of them meet. None: the whole arena.
+            two of them meet. None: the whole arena. Empty: the part is leased, and not read.
         nbytes: size of each: int64, above 0. None where `starts` is.
         targets: where each range goes in the arena of a `Landing`, in bytes: int64, in any order,
             no two ranges meet there. None where the transport finds room itself.
@@ -100,6 +100,12 @@ class PartRequest:
     starts: npt.NDArray[np.int64] | None = None
     nbytes: npt.NDArray[np.int64] | None = None
     targets: npt.NDArray[np.int64] | None = None
+
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes of memory that the part takes where it is read: its arena, or 0 for no range."""
+        is_read = self.starts is None or len(self.starts)
+        return self.manifest.table.arena_nbytes if is_read else 0
 
 
 class Landing(Protocol):
@@ -234,7 +240,8 @@ class ConsumerEnd(ABC):
 
         This one attaches one after the other. A transport that reads from far away overrides it, to
         read from all owners at once and only the ranges that are asked for: the bytes outside of
-        them are undefined, so `Attachment.digests` says nothing there.
+        them are undefined, so `Attachment.digests` says nothing there. Such an attachment is made
+        with `is_part`: if more of it is wanted, it is attached once more.
 
         Raises:
             WeightBridgeError: what `attach` raises; nothing stays attached.

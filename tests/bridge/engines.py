@@ -21,6 +21,7 @@ __all__ = [
     "Recording",
     "TwoVerbs",
     "Unseen",
+    "Verifying",
     "bridge_of",
     "content",
     "failing_at_first",
@@ -97,6 +98,41 @@ class Recording(TransactionalAdapter):
 
     def release(self, update_id: str) -> None:
         self._step(f"release {update_id[:4]}")
+
+
+class Verifying(Recording):
+    """An engine with a bridge of its own, as a process of its own would have."""
+
+    imports_itself = True
+
+    def __init__(self, engine: dict[str, torch.Tensor], bridge: TensorBridge) -> None:
+        super().__init__(engine)
+        self.bridge = bridge
+        self.root = ""
+        self.claims: str | None = None
+        self.told_ms: dict[str, float] = {}
+
+    @property
+    def verified_root(self) -> str:
+        return self.root
+
+    @property
+    def phases_ms(self) -> Mapping[str, float]:
+        return self.told_ms
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        del tensors
+        self.root = ""
+        if self.claims is None:
+            self._own = self.bridge.import_update(manifest)
+            self.told_ms = {"verify": self.bridge.timings(manifest.update_id)["verify"]}
+            self.root = manifest.root
+        else:
+            self.root = self.claims
+        super().prepare(manifest, self.engine)
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().install(manifest, tensors if self.claims is not None else self._own)
 
 
 class TwoVerbs:

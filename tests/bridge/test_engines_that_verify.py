@@ -7,7 +7,6 @@ import torch
 
 from rl_bridge import (
     SharedMemoryTensorBridge,
-    TensorBridge,
     WeightUpdateManifest,
 )
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightUpdateRejectedError
@@ -16,43 +15,8 @@ from rl_bridge.remote import TwoPhaseExecutor
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
-from tests.bridge.engines import Recording, content, publish
+from tests.bridge.engines import Verifying, content, publish
 from tests.helpers import weights
-
-
-class Verifying(Recording):
-    """An engine with a bridge of its own, as a process of its own would have."""
-
-    imports_itself = True
-
-    def __init__(self, engine: dict[str, torch.Tensor], bridge: TensorBridge) -> None:
-        super().__init__(engine)
-        self.bridge = bridge
-        self.root = ""
-        self.claims: str | None = None
-        self.told_ms: dict[str, float] = {}
-
-    @property
-    def verified_root(self) -> str:
-        return self.root
-
-    @property
-    def phases_ms(self) -> Mapping[str, float]:
-        return self.told_ms
-
-    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        del tensors
-        self.root = ""
-        if self.claims is None:
-            self._own = self.bridge.import_update(manifest)
-            self.told_ms = {"verify": self.bridge.timings(manifest.update_id)["verify"]}
-            self.root = manifest.root
-        else:
-            self.root = self.claims
-        super().prepare(manifest, self.engine)
-
-    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().install(manifest, tensors if self.claims is not None else self._own)
 
 
 class Rig:

@@ -23,6 +23,7 @@ from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import contents_of, random_tensor
 from rl_bridge.transports.broadcast import group, receiver, sender
 from rl_bridge.transports.wire.arenas import Arrivals, CPUArenas
+from tests.bridge.engines import Verifying
 from tests.transports.broadcast_rig import at_transfer, big_weights
 
 
@@ -306,3 +307,27 @@ def test_every_install_mode_works_on_an_arrived_version(
         assert torch.equal(engine.weight, source.weight)
         trainer.release(manifest.update_id)
     executor.close()
+
+
+def test_a_driver_whose_engine_imports_by_itself_is_in_no_transfer(
+    trainer: BroadcastTensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    send = group.send_slices
+
+    def counting(members: Any, *rest: Any, **named: Any) -> None:
+        sizes.append(members._group.size())
+        send(members, *rest, **named)
+
+    monkeypatch.setattr(sender, "send_slices", counting)
+    with bridge("engine") as rank, bridge("driver") as driver:
+        adapter = Verifying(engine_weights(0), rank)
+        executor = RolloutExecutor(weight_bridge=driver, weight_install_adapter=adapter)
+        for version in (1, 2, 3):
+            manifest = trainer.publish(sample_weights(version), weight_version=version)
+            tensors = executor.update_weights(manifest)
+            assert {one.worker for one in trainer.holders(manifest)} == {"engine", "driver"}
+        assert sizes == [2, 2, 2], "trainer and engine"
+        assert contents_of(tensors) == contents_of(sample_weights(3))
+        assert sizes == [2, 2, 2, 2]
+        executor.close()

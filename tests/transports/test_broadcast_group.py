@@ -654,6 +654,7 @@ def test_the_values_of_many_members_wait_for_one_that_begins_late() -> None:
         send=said.append,
         send_value=lambda _, key, value: stores[0].learn(key, value),
         address="127.0.0.1",
+        takes_offers=True,
         timeout_s=20.0,
     )
     stores.append(GroupStore(lambda key, value: receiver.learn(1, key, value), timeout_s=20.0))

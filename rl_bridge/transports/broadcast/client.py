@@ -82,9 +82,12 @@ class ControlClient:
         worker: str,
         rank: int,
         is_observer: bool,
+        takes_offers: bool,
         timeout_s: float,
     ) -> None:
         """Connect, prove that the token is known, and join; an observer leaves no record.
+
+        Without `takes_offers`, no version is taken that nobody asked for with `fetch`.
 
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
@@ -119,6 +122,7 @@ class ControlClient:
             send=self._channel.send,
             send_value=self._send_value,
             address=self._channel.socket.getsockname()[0],
+            takes_offers=takes_offers,
             timeout_s=timeout_s / STEPS_IN_TIME,
         )
         self._thread = threading.Thread(target=self._run, name="rlb-broadcast-client", daemon=True)
@@ -141,8 +145,19 @@ class ControlClient:
             self.is_observer = False
             self._channel.send(self._identity.model_copy(update={"is_observer": False}))
 
-    def fetch(self, update_id: str, *, generation: int, arena_nbytes: int) -> None:
+    def take_offers(self, *, unasked: bool) -> None:
+        """Take every version that is offered from now on, or with False only what is fetched."""
+        self._receiver.takes_offers = unasked
+
+    def fetch(
+        self, update_id: str, *, generation: int, arena_nbytes: int, is_read: bool
+    ) -> Offer | None:
         """Wait for a version that is on its way, or ask for it.
+
+        Without `is_read`, it suffices that the publisher offers it.
+
+        Returns:
+            That offer; None where the version arrived.
 
         Raises:
             StaleUpdate: the publisher released it.
@@ -155,7 +170,13 @@ class ControlClient:
         wanted: int | None = None
         with self._changed:
             self._gone.pop(update_id, None)
+        if is_read:
+            receiver.ask(update_id)
         while receiver.arrivals.find(update_id) is None:
+            offer = None if is_read else receiver.declined(update_id)
+            # (If it is another one, the publisher says so.)
+            if offer and (offer.generation, offer.arena_nbytes) == (generation, arena_nbytes):
+                return offer
             self._raise_problem(update_id)
             progress, ended = receiver.progress_of(update_id), receiver.num_ended(update_id)
             last = max(last, progress or 0.0)
@@ -173,6 +194,7 @@ class ControlClient:
                     Want(update_id=update_id, generation=generation, arena_nbytes=arena_nbytes)
                 )
             receiver.wait(partial(self._has_news, update_id, progress, ended), left)
+        return None
 
     def _has_news(self, update_id: str, progress: float | None, ended: int) -> bool:
         receiver = self._receiver
@@ -290,7 +312,7 @@ class ControlClient:
                     keep_newest(self._gone, _KEPT_REFUSALS)
                 self._receiver.notify()
             case Released(update_id=update_id):
-                self._receiver.arrivals.drop(update_id)
+                self._receiver.forget(update_id)
             case Refused(reason=reason):
                 self._lose(f"the publisher ended the connection: {reason}")
             case _:

@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rl_bridge.errors import (
     SegmentError,
@@ -15,7 +15,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.places import Place
 from rl_bridge.memory.views import Attachment
-from rl_bridge.transports.base import ConsumerEnd
+from rl_bridge.transports.base import ConsumerEnd, PartRequest
 from rl_bridge.transports.broadcast.client import ControlClient
 from rl_bridge.transports.broadcast.init_info import Backend, BroadcastHandle, BroadcastInitInfo
 from rl_bridge.transports.wire.arenas import Arenas, Arrivals
@@ -56,6 +56,9 @@ class BroadcastConsumer(ConsumerEnd):
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._clients: dict[str, tuple[ControlClient, Arrivals]] = {}
+        # What was read of the last version says what is taken of the next one, which is offered
+        # before anybody here asks for it.
+        self._takes_offers = True
         # A bridge that is dropped instead of closed must not go on receiving.
         self._finalizer = weakref.finalize(self, _end, os.getpid(), self._clients)
         if init_info is not None:
@@ -68,21 +71,34 @@ class BroadcastConsumer(ConsumerEnd):
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         """Fetch a version, joining its publisher's group if need be, and lease it."""
+        self._takes_offers = True
         return self._attach(manifest, is_observer=False)
+
+    def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
+        """Attach versions: whole, or without a byte where none is asked for."""
+        if any(part.room_nbytes for part in parts):
+            return super().attach_parts(parts)
+        self._takes_offers = False
+        return [self._attach(part.manifest, is_observer=False, is_read=False) for part in parts]
 
     def look(self, manifest: WeightUpdateManifest) -> Attachment:
         """Fetch a version as an observer, which leaves no record and gets no later versions."""
         return self._attach(manifest, is_observer=True)
 
-    def _attach(self, manifest: WeightUpdateManifest, *, is_observer: bool) -> Attachment:
+    def _attach(
+        self, manifest: WeightUpdateManifest, *, is_observer: bool, is_read: bool = True
+    ) -> Attachment:
         handle = self._handle(manifest)
         update_id, table = manifest.update_id, manifest.table
         is_last_try = False
         while True:
             client, arrivals = self._client(handle.group, is_observer=is_observer)
             try:
-                client.fetch(
-                    update_id, generation=handle.generation, arena_nbytes=table.arena_nbytes
+                offer = client.fetch(
+                    update_id,
+                    generation=handle.generation,
+                    arena_nbytes=table.arena_nbytes,
+                    is_read=is_read,
                 )
             except SegmentError:
                 # Only the connection may be broken: try once more, on a new one.
@@ -90,6 +106,15 @@ class BroadcastConsumer(ConsumerEnd):
                     raise
                 is_last_try = True
                 continue
+            if offer is not None:
+                return arrivals.attach_part(
+                    arrivals.reserve(0),
+                    update_id,
+                    table,
+                    header=bytes.fromhex(offer.header),
+                    num_threads=self._num_threads,
+                    room_nbytes=0,
+                )
             attachment = arrivals.attach(
                 update_id,
                 table,
@@ -125,6 +150,7 @@ class BroadcastConsumer(ConsumerEnd):
         known = self._clients.get(group.publisher_id)
         if known is not None and not known[0].is_lost and _is_same(known[0].info, group):
             if not is_observer:
+                known[0].take_offers(unasked=self._takes_offers)
                 known[0].follow()
             return known
         rivals = self._rivals(group)
@@ -138,6 +164,7 @@ class BroadcastConsumer(ConsumerEnd):
             worker=self._worker,
             rank=self._rank,
             is_observer=is_observer,
+            takes_offers=self._takes_offers,
             timeout_s=self._timeout_s,
         )
         # Only now: a manifest that leads nowhere must not end a connection that works.

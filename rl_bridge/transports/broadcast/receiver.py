@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
@@ -48,14 +49,19 @@ class Receiver:
         send: Callable[[Message], None],
         send_value: Callable[[int, str, bytes], None],
         address: str,
+        takes_offers: bool,
         timeout_s: float,
     ) -> None:
         """Start the thread, which waits `timeout_s` at most for members and for a slice.
 
+        Without `takes_offers`, it declines a version unless somebody calls `ask`.
         `send` sends messages to the publisher, and `send_value` values of a group's rendezvous.
         `address` is the one of the interface that leads to the publisher.
         """
         self.arrivals = arrivals
+        self.takes_offers = takes_offers
+        self._asked = ""
+        self._declined: OrderedDict[str, Offer] = OrderedDict()
         self._backend: Backend = backend
         self._send = send
         self._send_value = send_value
@@ -111,6 +117,23 @@ class Receiver:
         """How many transfers of an update have ended here."""
         with self._changed:
             return self._num_ended.get(update_id, 0)
+
+    def ask(self, update_id: str) -> None:
+        """Take this version when it is offered."""
+        with self._changed:
+            self._asked = update_id
+            self._declined.pop(update_id, None)
+
+    def declined(self, update_id: str) -> Offer | None:
+        """The offer of a version that was declined, because nobody had asked for it."""
+        with self._changed:
+            return self._declined.get(update_id)
+
+    def forget(self, update_id: str) -> None:
+        """Forget a version that nobody imported: its publisher released it."""
+        with self._changed:
+            self._declined.pop(update_id, None)
+        self.arrivals.drop(update_id)
 
     def take_problem(self, update_id: str) -> WeightBridgeError | None:
         """Why this side declined an update's transfer; returned once."""
@@ -181,6 +204,15 @@ class Receiver:
         known = self.arrivals.find(offer.update_id)
         if known is not None and known.generation == offer.generation:
             self._send(Declined(transfer=offer.transfer, reason="it is here already"))
+            self._end(offer.update_id)
+            return
+        with self._changed:
+            is_wanted = self.takes_offers or self._asked == offer.update_id
+            if not is_wanted:
+                self._declined[offer.update_id] = offer
+                keep_newest(self._declined, _KEPT_ENDS)
+        if not is_wanted:
+            self._send(Declined(transfer=offer.transfer, reason="nobody here reads its bytes"))
             self._end(offer.update_id)
             return
         try:

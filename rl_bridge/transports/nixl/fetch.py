@@ -271,7 +271,7 @@ class Job:
         """
         manifest = self.request.manifest
         if self.shared is None:
-            self.slot = self.source.arrivals.reserve(manifest.table.arena_nbytes)
+            self.slot = self.source.arrivals.reserve(self.request.room_nbytes)
         if self.request.starts is None:
             self.digest = self.source.digest_of(manifest.table, self._place)
             manifest.header_digest  # noqa: B018 - the manifest keeps it for the comparison
@@ -306,7 +306,12 @@ class Job:
             )
         if self.request.starts is not None:
             made = arrivals.attach_part(
-                slot, manifest.update_id, table, header=header, num_threads=num_threads
+                slot,
+                manifest.update_id,
+                table,
+                header=header,
+                num_threads=num_threads,
+                room_nbytes=self.request.room_nbytes,
             )
             self.slot = None
             return made
@@ -440,7 +445,7 @@ class Fetch:
                 in_flight |= job.reading.in_flight
         for job in self._jobs:
             if job.is_leased and not job.source.client.is_lost:
-                is_soon = job.request.manifest.table.arena_nbytes < _SOON_NBYTES
+                is_soon = job.request.room_nbytes < _SOON_NBYTES
                 job.source.client.unlease(job.update_id, with_next=with_next and is_soon)
             if not in_flight:
                 job.release()

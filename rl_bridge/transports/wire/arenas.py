@@ -336,20 +336,23 @@ class Arrivals:
         *,
         header: bytes | None,
         num_threads: int | None,
+        room_nbytes: int,
     ) -> Attachment:
         """Lease a version of which only some ranges arrived; `find` does not return it.
+
+        The slot was reserved with `room_nbytes`: 0 where nothing of the version arrived.
 
         Raises:
             WeightBridgeUnavailableError: this process is short of memory or descriptors.
 
         """
         with self._lock:
-            self._ring.publish(slot, update_id, table.arena_nbytes, header)
+            self._ring.publish(slot, update_id, room_nbytes, header)
             try:
-                pin = self._arenas.pin(slot, update_id, table.arena_nbytes)
+                pin = self._arenas.pin(slot, update_id, room_nbytes)
             finally:
                 slot.update_id = None
-            return Attachment(table, pin, self._pass(table), num_threads=num_threads)
+            return Attachment(table, pin, self._pass(table), num_threads=num_threads, is_part=True)
 
     def _pass(self, table: TensorTable) -> Pass:
         """Make the pass that reads versions of a layout, once."""
