@@ -118,7 +118,8 @@ class RolloutExecutor:
 
         Returns:
             The imported mapping, name -> tensor. If the engine's own processes verified it, its
-            bytes are read and verified here when the first tensor is asked for.
+            bytes are read and verified here when the first tensor is asked for; over a transport
+            that copies they are fetched then, unless the version was released meanwhile.
 
         Raises:
             WeightBridgeError: refused or undone; the subclass and the text say why. The previous

@@ -1,14 +1,17 @@
 """The suite's first part: bytes arrive unchanged, whatever they are and however they lie."""
 
 import itertools
+from contextlib import suppress
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from rl_bridge.errors import StaleUpdate
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import row_major_stride
+from rl_bridge.memory.parts import NOTHING
 from rl_bridge.testing.peer import BridgeOver, sample_weights
 from rl_bridge.testing.strategies import (
     ODD_NAMES,
@@ -176,3 +179,29 @@ class BytesArriveUnchanged(TransportCase):
         manifest = publisher.publish(source, weight_version=1)
         tensors = consumer.import_update(manifest.to_json(layout=False))
         assert contents_of(tensors) == contents_of(source)
+
+    def test_an_update_that_others_read_is_fetched_when_a_tensor_is_asked_for(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Before, its names are known, and its consumer is."""
+        source = sample_weights(1)
+        manifest = publisher.publish(source, weight_version=1)
+        tensors = consumer.consumer.import_update(manifest, needs=NOTHING)
+        assert set(tensors) == set(source)
+        assert contents_of(tensors) == contents_of(source)
+        consumer.acknowledge(manifest)
+        assert [report.state for report in publisher.holders(manifest)] == ["acknowledged"]
+
+    def test_an_update_that_others_read_is_refused_or_true_once_it_is_released(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Its consumer asks for a tensor when the publisher's memory has been written again."""
+        source = sample_weights(1)
+        manifest = publisher.publish(source, weight_version=1)
+        tensors = consumer.consumer.import_update(manifest, needs=NOTHING)
+        publisher.release(manifest)
+        for version in range(2, 6):
+            newer = publisher.publish(sample_weights(version), weight_version=version)
+            publisher.release(newer)
+        with suppress(StaleUpdate):
+            assert contents_of(tensors) == contents_of(source)

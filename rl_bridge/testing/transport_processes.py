@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rl_bridge.errors import WeightBridgeError
+from rl_bridge.memory.parts import NOTHING
 from rl_bridge.testing.faults import Fault, KillAt, Step, die
 from rl_bridge.testing.peer import BridgeOver, hashes, id_of, sample_weights
 from rl_bridge.testing.processes import Child, ChildDied, ChildError, until, watchdog
@@ -209,3 +210,17 @@ class ProcessesComeAndGo(TransportCase):
         victim.kill()
         with watchdog(30), suppress(WeightBridgeError):
             assert contents_of(consumer.import_update(text)) == contents_of(sample_weights(1))
+
+    @pytest.mark.usefixtures("crossing")
+    def test_an_update_that_others_read_is_refused_or_true_once_its_publisher_died(
+        self, consumer: BridgeOver, make_peer: MakePeer
+    ) -> None:
+        """Its consumer asks for a tensor only then."""
+        victim = make_peer(worker="trainer")
+        manifest = consumer.consumer.resolve_update(
+            victim.call("publish", seed=1, weight_version=1)
+        )
+        tensors = consumer.consumer.import_update(manifest, needs=NOTHING)
+        victim.kill()
+        with watchdog(30), suppress(WeightBridgeError):
+            assert contents_of(tensors) == contents_of(sample_weights(1))

@@ -61,7 +61,7 @@ class Rig:
     """A trainer in a process of its own, an engine with a bridge, and its driver with another."""
 
     def __init__(self, transport: str) -> None:
-        options = {"timeout_s": DEADLINE_S}
+        options: dict[str, Any] = {"timeout_s": DEADLINE_S}
         self.trainer = Child(
             Trainer, transport_class=transport, transport_kwargs=options, worker="trainer"
         )
