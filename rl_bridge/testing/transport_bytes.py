@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from rl_bridge.errors import StaleUpdate
+from rl_bridge.lifecycle import Event, State
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import row_major_stride
@@ -189,6 +190,8 @@ class BytesArriveUnchanged(TransportCase):
         tensors = consumer.consumer.import_update(manifest, needs=NOTHING)
         assert set(tensors) == set(source)
         assert contents_of(tensors) == contents_of(source)
+        if consumer.update_state(manifest) is State.IMPORTED:
+            consumer.consumer.advance(manifest.update_id, Event.VERIFY)
         consumer.acknowledge(manifest)
         assert [report.state for report in publisher.holders(manifest)] == ["acknowledged"]
 
