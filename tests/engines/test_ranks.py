@@ -114,6 +114,7 @@ class TestVLLM(EngineSuite):
         )
 
 
+@FULL  # as the small engine does; and `test_from_trainers.py` has real ones
 class TestVLLMOfShards(TestVLLM):
     """Of versions that two trainer ranks publish, each its shard."""
 

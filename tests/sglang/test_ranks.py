@@ -150,7 +150,7 @@ class TestSGLang(EngineSuite):
         return self.pair.ask(text, self.folder)
 
 
-@pytest.mark.timeout(600)
+@FULL  # as the small engine does; and `test_from_trainers.py` has real ones
 class TestSGLangOfShards(TestSGLang):
     """Of versions that two trainer ranks publish, each its shard."""
 
