@@ -3,13 +3,14 @@
 Of one layer of Qwen2-7B's shape, the bytes that each rank of 2, 4 and 8 asks a transport for,
 beside those that it takes: planned as every import plans them, nothing is sent. With `--against`,
 the sources of an earlier commit (a worktree of it, with its compiled module), also updates of a
-vLLM engine of two ranks, of Qwen3-0.6B's shape: by that commit and by this one, in turn. README.md
-beside this file says how each figure comes about.
+vLLM engine of two ranks, of Qwen3-0.6B's shape: by that commit and by this one, in turn; published
+by one trainer rank, and by four, each its rows. README.md beside this file says how each figure
+comes about.
 """
 
 import datetime as dt
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,11 @@ __all__ = ["main"]
 _OUT = Path(__file__).resolve().parent / "results" / "shards.json"
 _WARMUPS = 4
 _AIMS = {2: 1.05, 4: 1.1, 8: 1.1}
+# One trainer rank; and four, which an earlier commit had to assemble and to publish once more.
+_WAYS = {
+    "tp2": {"before": "whole", "now": "whole"},
+    "sharded": {"before": "assembled", "now": "direct"},
+}
 
 
 # ---- what is read of a layer ---------------------------------------------------------------------
@@ -128,15 +134,17 @@ def _plan(*, quick: bool, console: Console) -> dict[str, Any]:
 # ---- updates of an engine of two ranks -----------------------------------------------------------
 
 
-def _updates(against: Path, layers: int, reps: int, console: Console) -> dict[str, Any]:
-    """Updates by an earlier commit and by this one, in turn."""
+def _updates(
+    against: Path, layers: int, reps: int, console: Console, ways: Mapping[str, str]
+) -> dict[str, Any]:
+    """Updates by an earlier commit and by this one, in turn; `ways` are what `Lane` takes."""
     shape = SHAPE | {"tie_word_embeddings": True, "num_hidden_layers": layers}
     trees = {"before": against, "now": Path(__file__).resolve().parents[1]}
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
     with ExitStack() as stack:
         lanes = {}
         for name, tree in trees.items():
-            lanes[name] = Lane(name, tree, shape)
+            lanes[name] = Lane(name, tree, shape, ways[name])
             stack.callback(lanes[name].close)
         for turn in track(range(_WARMUPS + reps), "updates", console=console):
             # Each goes first in every other turn.
@@ -179,13 +187,13 @@ def _cpu_s(sample: dict[str, Any]) -> float:
     return ranks + float(sample["driver_cpu_s"])
 
 
-def _ratios_of(updates: dict[str, Any]) -> dict[str, float]:
+def _ratios_of(updates: dict[str, Any], what: str) -> dict[str, float]:
     before, now = updates["samples"]["before"], updates["samples"]["now"]
     pairs = list(zip(before, now, strict=True))
     return {
-        "tp2_update_before_vs_now": median(a["update_s"] / b["update_s"] for a, b in pairs),
-        "tp2_cpu_before_vs_now": median(_cpu_s(a) / _cpu_s(b) for a, b in pairs),
-        "tp2_digested_before_vs_now": updates["medians"]["before"]["rank_digested_nbytes"]
+        f"{what}_update_before_vs_now": median(a["update_s"] / b["update_s"] for a, b in pairs),
+        f"{what}_cpu_before_vs_now": median(_cpu_s(a) / _cpu_s(b) for a, b in pairs),
+        f"{what}_digested_before_vs_now": updates["medians"]["before"]["rank_digested_nbytes"]
         / updates["medians"]["now"]["rank_digested_nbytes"],
     }
 
@@ -211,11 +219,11 @@ def main(
         f"read_vs_share_tp{ranks}": found["read_vs_share"]
         for ranks, found in plan["by_ranks"].items()
     }
-    updates = None
-    if against is not None:
-        updates = _updates(against, layers, reps, console)
-        ratios |= _ratios_of(updates)
-    aims = {"tp2_update_before_vs_now": 1.2}
+    updates = {}
+    for what, ways in _WAYS.items() if against is not None else ():
+        updates[what] = _updates(against, layers, reps, console, ways)
+        ratios |= _ratios_of(updates[what], what)
+    aims = {"tp2_update_before_vs_now": 1.2, "sharded_update_before_vs_now": 1.5}
     aims |= {f"read_vs_share_tp{ranks}": aim for ranks, aim in _AIMS.items()}
     document = {
         "format": 1,

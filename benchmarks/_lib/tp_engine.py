@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +35,7 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 _RANKS = 2
+_OWNERS = 4
 _START_S = 300.0
 _UPDATE_S = 120.0
 _END_S = 60.0
@@ -42,13 +44,26 @@ _END_S = 60.0
 class Lane:
     """The two, from outside."""
 
-    def __init__(self, name: str, tree: Path, shape: dict[str, Any]) -> None:
-        """Start them, by the sources in `tree`."""
+    def __init__(
+        self, name: str, tree: Path, shape: dict[str, Any], trainer: str = "whole"
+    ) -> None:
+        """Start them, by the sources in `tree`.
+
+        The trainer publishes ``whole`` tensors; or its four ranks publish their rows, which go
+        into the engine ``direct``, or ``assembled`` by the driver, which publishes once more.
+        """
         self.name = name
         ours, theirs = socket.socketpair()
         here = Path(__file__).resolve().parents[1]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "_lib.tp_engine", str(theirs.fileno()), json.dumps(shape)],
+            [
+                sys.executable,
+                "-m",
+                "_lib.tp_engine",
+                str(theirs.fileno()),
+                json.dumps(shape),
+                trainer,
+            ],
             env=os.environ | SETTINGS | {"PYTHONPATH": f"{tree.resolve()}:{here}"},
             cwd=tree,  # which Python looks into first
             pass_fds=[theirs.fileno()],
@@ -122,13 +137,70 @@ def _count() -> None:
     counted("copy_digest", "copied_nbytes", "digested_nbytes")
 
 
+class _Sharded:
+    """The ranks of a trainer, each a thread, which hold even rows of every tensor."""
+
+    def __init__(self) -> None:
+        from torch.distributed import HashStore
+
+        from rl_bridge import make_weight_bridge
+        from rl_bridge.groups import GroupPublisher, StoreExchange
+
+        store = HashStore()
+        self.publishers = [
+            GroupPublisher(
+                make_weight_bridge("shared-memory", source_worker="trainer", source_rank=rank),
+                StoreExchange(store, rank=rank, world_size=_OWNERS),
+            )
+            for rank in range(_OWNERS)
+        ]
+
+    def publish(self, weights: dict[str, torch.Tensor], version: int) -> Any:
+        shards = [self._shard(weights, rank) for rank in range(_OWNERS)]
+        with ThreadPoolExecutor(_OWNERS) as pool:
+            manifest, *_ = pool.map(
+                lambda rank: self.publishers[rank].publish(*shards[rank], weight_version=version),
+                range(_OWNERS),
+            )
+        return manifest
+
+    def _shard(self, weights: dict[str, torch.Tensor], rank: int) -> tuple[Any, Any]:
+        from rl_bridge.groups import Piece, Placement
+
+        tensors, placements = {}, {}
+        for name, whole in weights.items():
+            mine = tensors[name] = whole.chunk(_OWNERS)[rank]
+            piece = Piece(
+                name=name,
+                global_shape=tuple(whole.shape),
+                offset=(rank * mine.shape[0], *(0 for _ in whole.shape[1:])),
+                shape=tuple(mine.shape),
+                local_offset=(0,) * whole.dim(),
+            )
+            dtype = str(whole.dtype).removeprefix("torch.")
+            placements[name] = Placement(dtype=dtype, shape=tuple(mine.shape), pieces=(piece,))
+        return tensors, placements
+
+    def told(self, manifest: Any) -> list[Any]:
+        return self.publishers[0].consumers(manifest)
+
+    def release(self, manifest: Any) -> None:
+        for publisher in self.publishers:
+            publisher.release(manifest)
+
+    def close(self) -> None:
+        for publisher in self.publishers:
+            publisher.bridge.close()
+
+
 class _Pair:
-    def __init__(self, shape: dict[str, Any], folder: Path) -> None:
+    def __init__(self, shape: dict[str, Any], folder: Path, trainer: str) -> None:
         from vllm import LLM
 
         import rl_bridge
         from rl_bridge import RolloutExecutor, make_weight_bridge
         from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
+        from rl_bridge.groups import GroupBridge
 
         (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         self.weights = make_weights(shape, 0)
@@ -145,8 +217,12 @@ class _Pair:
         )
         self.llm.collective_rpc("passed")
         self.trainer = make_weight_bridge("shared-memory", source_worker="trainer")
+        self.sharded = None if trainer == "whole" else _Sharded()
+        self.assembles = trainer == "assembled"
+        self.group = GroupBridge(source_worker="rollout") if self.sharded else None
+        plain = make_weight_bridge("shared-memory", source_worker="rollout")
         self.executor = RolloutExecutor(
-            weight_bridge=make_weight_bridge("shared-memory", source_worker="rollout"),
+            weight_bridge=self.group if trainer == "direct" else plain,
             weight_install_adapter=VLLMEngineAdapter(self.llm),
         )
         self.version = 0
@@ -160,23 +236,21 @@ class _Pair:
             tensor.neg_()
         self.version += 1
         start = time.perf_counter()
-        manifest = self.trainer.publish(self.weights, weight_version=self.version)
+        if self.sharded is None:
+            manifest = self.trainer.publish(self.weights, weight_version=self.version)
+        else:
+            manifest = self.sharded.publish(self.weights, self.version)
         publish_s = time.perf_counter() - start
         before, own_cpu_s = self.llm.collective_rpc("passed"), time.process_time()
         start = time.perf_counter()
-        self.executor.update_weights(manifest)
+        told = self._install(manifest)
         update_s = time.perf_counter() - start
         own_cpu_s = time.process_time() - own_cpu_s
         after = self.llm.collective_rpc("passed")
         ack = self.executor.last_ack
         assert ack is not None
-        assert ack.proof.root == manifest.root
-        reports = {
-            report.rank: dict(report.timings_ms)
-            for report in self.trainer.consumers()
-            if report.worker == "vllm" and report.update_id == manifest.update_id
-        }
-        self.trainer.release(manifest)
+        reports = {report.rank: dict(report.timings_ms) for report in told}
+        (self.trainer if self.sharded is None else self.sharded).release(manifest)
         return {
             "publish_s": publish_s,
             "update_s": update_s,
@@ -190,15 +264,34 @@ class _Pair:
             "load_average": os.getloadavg()[0],
         }
 
+    def _install(self, manifest: Any) -> list[Any]:
+        """Update the engine; what its ranks told."""
+        published = manifest
+        if self.assembles:
+            tensors = self.group.import_update(manifest)
+            published = self.trainer.publish(tensors, weight_version=self.version)
+        self.executor.update_weights(published)
+        if self.assembles:
+            del tensors
+            self.group.acknowledge(manifest)
+            self.group.release(manifest)
+            self.trainer.release(published)
+        is_direct = self.sharded is not None and not self.assembles
+        told = self.sharded.told(manifest) if is_direct else self.trainer.holders(published)
+        return [report for report in told if report.worker == "vllm"]
+
     def close(self) -> None:
         self.executor.close()
+        if self.sharded is not None:
+            self.group.close()
+            self.sharded.close()
         self.trainer.close()
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def _serve(conn: Connection, shape: dict[str, Any]) -> None:
+def _serve(conn: Connection, shape: dict[str, Any], trainer: str) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, torch.no_grad():
-        pair = _Pair(shape, Path(folder))
+        pair = _Pair(shape, Path(folder), trainer)
         try:
             send_json(conn, pair.facts)
             while True:
@@ -212,4 +305,4 @@ def _serve(conn: Connection, shape: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))
+    _serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]), sys.argv[3])
