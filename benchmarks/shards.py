@@ -117,18 +117,17 @@ def _plan(*, quick: bool, console: Console) -> dict[str, Any]:
     sizes = (896, 4864, 256, 64) if quick else (3584, 18944, 512, 128)
     cuts = _layer(*sizes)
     weights = {name: torch.zeros(cut.shape, dtype=torch.bfloat16) for name, cut in cuts.items()}
-    with make_weight_bridge("shared-memory", source_worker="trainer") as trainer:
-        manifest = trainer.publish(weights, weight_version=1)
-        by_ranks = {
-            str(ranks): _bytes_read(manifest, cuts, ranks)
-            for ranks in track(_AIMS, "plans", console=console)
-        }
-    return {
-        "shape": dict(zip(("hidden", "inner", "pairs", "head"), sizes, strict=True)),
-        "layer_nbytes": manifest.table.total_nbytes,
-        "leaf_list_nbytes": manifest.table.leaves_nbytes,
-        "by_ranks": by_ranks,
-    }
+    found: dict[str, Any] = {}
+    for name, columns in (("by_columns", True), ("by_leaves", False)):
+        with make_weight_bridge("shared-memory", columns=columns) as trainer:
+            manifest = trainer.publish(weights, weight_version=1)
+            found[name] = {
+                str(ranks): _bytes_read(manifest, cuts, ranks)
+                for ranks in track(_AIMS, f"plans {name}", console=console)
+            }
+            found["layer_nbytes"] = manifest.table.total_nbytes
+            found[f"lists_{name}_nbytes"] = manifest.table.arena_nbytes - found["layer_nbytes"]
+    return {"shape": dict(zip(("hidden", "inner", "pairs", "head"), sizes, strict=True)), **found}
 
 
 # ---- updates of an engine of two ranks -----------------------------------------------------------
@@ -216,8 +215,9 @@ def main(
     environment = collect_environment()  # (with the load that others make, before ours)
     plan = _plan(quick=quick, console=console)
     ratios = {
-        f"read_vs_share_tp{ranks}": found["read_vs_share"]
-        for ranks, found in plan["by_ranks"].items()
+        f"read_vs_share_tp{ranks}{behind}": found["read_vs_share"]
+        for name, behind in (("by_columns", ""), ("by_leaves", "_without_columns"))
+        for ranks, found in plan[name].items()
     }
     updates = {}
     for what, ways in _WAYS.items() if against is not None else ():
