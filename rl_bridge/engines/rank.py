@@ -26,6 +26,7 @@ from rl_bridge.errors import TornEngine, WeightBridgeError, WeightUpdateRejected
 from rl_bridge.groups.wanted import WantedLayout
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle import State
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.memory.views import ImportedTensors
@@ -189,11 +190,22 @@ class EngineRank:
         return reply
 
     def _needs(self, manifest: WeightUpdateManifest) -> PartNeeds | WantedLayout | None:
-        """The ranges of an update that this rank reads; None: all of it."""
+        """The ranges of an update that this rank reads; None: all of it.
+
+        Raises:
+            IncompatibleUpdate: a group does not fit; its trainer is told.
+
+        """
         tell = getattr(self.installer, "needs", None)  # others read each tensor as a whole
         try:
             return None if tell is None else tell(manifest)
-        except Exception:  # noqa: BLE001 - logged in full
+        except Exception as error:
+            if isinstance(manifest, GroupManifest):
+                # All of it would be assembled here before `prepare` could refuse it.
+                if not is_shortage(error):
+                    bridge = self._bridges.of(manifest, self.host.rank)
+                    bridge.reject(manifest, describe(error))
+                raise
             # `prepare` refuses the update for the same reason, when its trainer can be told.
             _LOG.debug("version %d does not fit", manifest.weight_version, exc_info=True)
             return None
