@@ -220,7 +220,9 @@ def main(
         for ranks, found in plan[name].items()
     }
     updates = {}
-    for what, ways in _WAYS.items() if against is not None else ():
+    for what, ways in _WAYS.items():
+        if against is None:
+            break
         updates[what] = _updates(against, layers, reps, console, ways)
         ratios |= _ratios_of(updates[what], what)
     aims = {"tp2_update_before_vs_now": 1.2, "sharded_update_before_vs_now": 1.5}

@@ -141,7 +141,7 @@ class _Sharded:
     """The ranks of a trainer, each a thread, which hold even rows of every tensor."""
 
     def __init__(self) -> None:
-        from torch.distributed import HashStore
+        from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
 
         from rl_bridge import make_weight_bridge
         from rl_bridge.groups import GroupPublisher, StoreExchange
@@ -217,9 +217,9 @@ class _Pair:
         )
         self.llm.collective_rpc("passed")
         self.trainer = make_weight_bridge("shared-memory", source_worker="trainer")
-        self.sharded = None if trainer == "whole" else _Sharded()
+        self.sharded: Any = None if trainer == "whole" else _Sharded()
         self.assembles = trainer == "assembled"
-        self.group = GroupBridge(source_worker="rollout") if self.sharded else None
+        self.group: Any = GroupBridge(source_worker="rollout") if self.sharded else None
         plain = make_weight_bridge("shared-memory", source_worker="rollout")
         self.executor = RolloutExecutor(
             weight_bridge=self.group if trainer == "direct" else plain,

@@ -39,6 +39,7 @@ from rl_bridge.errors import (
     DigestMismatch,
     DriverError,
     MalformedManifest,
+    SlotsExhausted,
     StaleUpdate,
     UnknownUpdate,
     WeightBridgeError,
@@ -73,7 +74,10 @@ _REPORTED = frozenset({Event.VERIFY, Event.TEAR})
 _COLLECTIONS = 2
 # Messages of Python and of torch's allocator of CPU memory: their errors have no own types.
 _SHORTAGE_TEXTS = ("can't start new thread", "can't allocate memory")
-_SHORTAGES = (MemoryError, torch.OutOfMemoryError, WeightBridgeUnavailableError, DeadlineExceeded)
+_SHORTAGES = (
+    *(MemoryError, torch.OutOfMemoryError),
+    *(WeightBridgeUnavailableError, DeadlineExceeded, SlotsExhausted),
+)
 
 
 class Order:

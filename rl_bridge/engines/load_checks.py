@@ -14,6 +14,7 @@ from rl_bridge.engines.load_plan import Kinds, LoadPlan, Route, View
 from rl_bridge.engines.shards import digest_of
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.installers.engine_memory import prefix_hint
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import default_threads
 
@@ -61,6 +62,18 @@ def check_taken(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
         f"Publish the model that the engine serves, and no others.{hints}"
     )
     raise IncompatibleUpdate(msg)
+
+
+def asks_for_bytes(plan: LoadPlan, group: GroupManifest) -> bool:
+    """Whether only a group's bytes tell if the engine has some tensors already: see `equal_copies`.
+
+    The digests of tensors that are cut in different ways cannot be compared.
+    """
+    if group.is_unsharded_root:
+        return False
+    tied = {_kind(group, name) for name in _tied(plan)}
+    lost = (name for name in group.table.rows if name not in plan.taken)
+    return any(_kind(group, name) in tied for name in lost)
 
 
 def equal_copies(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, str]:

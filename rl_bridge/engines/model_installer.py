@@ -17,6 +17,7 @@ import torch
 
 from rl_bridge.engines.evidence import Evidence, Places, Untouched
 from rl_bridge.engines.load_checks import (
+    asks_for_bytes,
     check_casts,
     check_dtypes,
     check_finite,
@@ -24,7 +25,14 @@ from rl_bridge.engines.load_checks import (
     check_taken,
 )
 from rl_bridge.engines.load_plan import Kinds, LoadPlan, kinds_of, learn
-from rl_bridge.engines.shards import Shard, check_covered, needs_of, shards_of, share_of
+from rl_bridge.engines.shards import (
+    GroupShare,
+    Shard,
+    check_covered,
+    needs_of,
+    shards_of,
+    share_of,
+)
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.staging import (
     BESIDE,
@@ -104,7 +112,10 @@ class ModelInstaller(TransactionalAdapter):
         self._num_ranks = num_ranks
         self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
         # Of the last layout: what is read of it.
-        self._needs: tuple[LoadPlan, PartNeeds | WantedLayout | None] | None = None
+        self._needs: tuple[LoadPlan, PartNeeds | GroupShare | None] | None = None
+        # Of the last group: its update, and what is read of that. Such a plan holds for nothing
+        # else: whole tensors of another update may have the shapes of these boxes.
+        self._share: tuple[str, GroupShare] | None = None
         self._spares = SpareMemory()
         self._room: Pin | None = None  # where the last copy of the model was
         self.staging = ""
@@ -246,21 +257,24 @@ class ModelInstaller(TransactionalAdapter):
         """
         plan = self._plan_of(manifest, is_here=True)
         if isinstance(manifest, GroupManifest):
+            if asks_for_bytes(plan, manifest):
+                return None
             check_taken(plan, manifest)
         if self._needs is None or self._needs[0] is not plan:
             self._needs = plan, self._needed(plan, manifest)
-        return self._needs[1]
+        needs = self._needs[1]
+        if not isinstance(needs, GroupShare):
+            return needs
+        self._share = manifest.update_id, needs
+        return needs.wanted
 
     def _needed(
         self, plan: LoadPlan, manifest: WeightUpdateManifest
-    ) -> PartNeeds | WantedLayout | None:
+    ) -> PartNeeds | GroupShare | None:
         if not isinstance(manifest, GroupManifest):
             return needs_of(plan, manifest)
         share = share_of(plan, manifest)
-        if share.table.digest == manifest.table.digest:
-            return None
-        self._plans[share.table.digest] = share.plan
-        return share.wanted
+        return None if share.table.digest == manifest.table.digest else share
 
     def shards(self, manifest: WeightUpdateManifest) -> list[Shard]:
         """The parts of an update's tensors that this model takes."""
@@ -395,6 +409,10 @@ class ModelInstaller(TransactionalAdapter):
 
     def _plan_of(self, manifest: WeightUpdateManifest, *, is_here: bool) -> LoadPlan:
         digest = manifest.table.digest
+        if self._share is not None and not isinstance(manifest, GroupManifest):
+            update_id, share = self._share
+            if (manifest.update_id, digest) == (update_id, share.table.digest):
+                return share.plan
         if digest not in self._plans:
             kinds = kinds_of(manifest)
 

@@ -28,6 +28,7 @@ from rl_bridge.errors import (
     DeadlineExceeded,
     EngineLost,
     SessionRefused,
+    SlotsExhausted,
     TornEngine,
     TransferTimeout,
     WeightBridgeError,
@@ -54,7 +55,7 @@ _HEALTH_S = 5.0
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 # Shortages whose type another process can make again from a text alone.
-_MADE_OF_TEXT = (WeightBridgeUnavailableError, DeadlineExceeded, TransferTimeout)
+_MADE_OF_TEXT = (WeightBridgeUnavailableError, DeadlineExceeded, SlotsExhausted, TransferTimeout)
 
 
 # ---- the driver's side --------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from rl_bridge.bridge.consumer import Consumer, is_shortage
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     MalformedManifest,
-    SlotsExhausted,
+    StaleUpdate,
     TransportUnavailable,
     WeightBridgeError,
     WeightUpdateRejectedError,
@@ -154,6 +154,7 @@ class GroupEnd(ConsumerEnd):
             OrderedDict()
         )
         self._made: dict[str, WeightUpdateManifest] = {}
+        self._lent: set[str] = set()
         self.timings_ms: dict[str, float] = {}
         """Update -> milliseconds that its assembly took."""
 
@@ -172,11 +173,27 @@ class GroupEnd(ConsumerEnd):
         """Remember to whom to report about an update, and the evidence beside its proof."""
         self._groups.pop(group.update_id, None)
         self._groups[group.update_id] = (group, evidence)
-        # An assembled version is remembered until it is released.
-        over = [one for one in self._groups if one not in self._made and one != group.update_id]
+        # A version that is assembled, or imported by ranks, is remembered until it is released.
+        held = {*self._made, *self._lent, group.update_id}
+        over = [one for one in self._groups if one not in held]
         for update_id in over[: max(0, len(self._groups) - _REMEMBERED)]:
             del self._groups[update_id]
             self.timings_ms.pop(update_id, None)
+
+    def wanted(self, update_id: str) -> JSONValue:
+        """Digest of the layout in which an update was assembled; None if it was not."""
+        known = self._groups.get(update_id)
+        return None if known is None else known[1].get("wanted")
+
+    def lend(self, group: GroupManifest) -> None:
+        """Begin with an update that an engine's ranks import: its publishers get its reports."""
+        self._lent.add(group.update_id)
+        self.remember(group, {"group_root": group.root})
+        self.meet(group.parts)
+
+    def is_lent(self, group: GroupManifest) -> bool:
+        """Whether an engine's ranks import it."""
+        return group.update_id in self._lent
 
     def end_of(self, name: str) -> ConsumerEnd | None:
         """The end of a transport that parts came by."""
@@ -352,6 +369,7 @@ class GroupEnd(ConsumerEnd):
                 known[0], report, None if report.proof is None else {**report.proof, **extra}
             )
         if report.state in _OVER:
+            self._lent.discard(manifest.update_id)
             self._release(manifest.update_id)
 
     def report_to_all(
@@ -445,22 +463,40 @@ class GroupConsumer(Consumer):
         if not isinstance(manifest, GroupManifest):
             return super().import_update(manifest, needs=needs)
         with self.turn(), self.end.in_one_go():
-            self.end.remember(manifest, {"group_root": manifest.root})
+            self.end.lend(manifest)
             self.note_import(manifest)
-            self.end.meet(manifest.parts)
             tensors = _LazyGroup(self, manifest)
             if needs is not NOTHING:
                 tensors.read()
             return tensors
 
+    def is_lent(self, group: GroupManifest) -> bool:
+        """Whether an engine's ranks have imported it, and nothing of it was assembled here."""
+        state = self.state(group.update_id)
+        return state is not None and state not in _OVER and self.end.is_lent(group)
+
+    def read_whole(self, group: GroupManifest) -> Mapping[str, torch.Tensor]:
+        """The whole tensors of a version that ranks have imported."""
+        tensors = _LazyGroup(self, group)
+        tensors.read()
+        return tensors
+
     def attach_whole(self, group: GroupManifest) -> ImportedTensors:
         """Assemble a group's whole tensors, of a version that ranks import.
 
         Raises:
+            StaleUpdate: it was released here before they were asked for.
             WeightBridgeError: what `GroupBridge.resolve_update` raises.
 
         """
         with self.turn():
+            if self.state(group.update_id) in {None, State.REJECTED, State.RELEASED}:
+                msg = (
+                    f"version {group.weight_version} (update {group.update_id}) was released here "
+                    "before its tensors were asked for: only the engine's ranks have read it. "
+                    "Import the publishers' latest manifest."
+                )
+                raise StaleUpdate(msg)
             wanted = everything()(group.layout.wholes)
             return self.end.attach(self._assembled(group, wanted)).tensors
 
@@ -474,6 +510,13 @@ class GroupConsumer(Consumer):
                     msg = (
                         f"update {group.update_id} is assembled already, from another manifest. "
                         "Import the one that its publishers sent, or release the update first."
+                    )
+                    raise WeightUpdateRejectedError(msg)
+                plan = self._way(group.layout, wanted)[0].plan
+                if end.wanted(group.update_id) != plan.wanted_digest:
+                    msg = (
+                        f"update {group.update_id} is assembled already, in another layout than "
+                        "what is wanted now. Release the update first, or use another bridge."
                     )
                     raise WeightUpdateRejectedError(msg)
                 return made
@@ -492,7 +535,7 @@ class GroupConsumer(Consumer):
                 return end.assemble(group, assembly, landing)
             except BaseException as error:
                 # A shortage here is no fault of the update, which may come again.
-                if not (is_shortage(error) or isinstance(error, SlotsExhausted)):
+                if not is_shortage(error):
                     is_of_a_copy = not end.is_as_published(group)
                     self._refuse_group(group, describe(error), is_of_a_copy=is_of_a_copy)
                 raise
@@ -565,13 +608,12 @@ class _LazyGroup(ImportedTensors):
             WeightBridgeError: of a part's transport, or of the assembly.
 
         """
-        owner, self._owner = self._owner, None
+        owner = self._owner
         if owner is not None:
-            try:
-                self.held = owner.attach_whole(self._group).pin
-            except BaseException:
-                self._owner = owner
-                raise
+            with owner.turn():
+                if self._owner is not None:  # else another thread has just done it
+                    self.held = owner.attach_whole(self._group).pin
+                    self._owner = None
         return super().pin
 
     def read(self) -> None:
@@ -698,6 +740,9 @@ class GroupBridge(TensorBridge):
         # Held over both: another thread's update must not take the memory in between.
         consumer = self.consumer
         with consumer.turn(), consumer.end.in_one_go():
+            group = _as_group(manifest)
+            if group is not None and consumer.is_lent(group):
+                return consumer.read_whole(group)  # what its executor did with it stands
             return consumer.import_update(consumer.resolve_update(manifest))
 
     # ---- inside ---------------------------------------------------------------------------------

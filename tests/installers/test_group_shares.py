@@ -1,6 +1,7 @@
 """A rank of several takes its boxes of a group's tensors, from the trainer ranks that hold them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,10 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_bridge.engines.load_plan import View
+from rl_bridge.engines.model_installer import ModelInstaller
 from rl_bridge.engines.rank_bridges import EngineBridges
-from rl_bridge.errors import ChecksumMismatch, IncompatibleUpdate
-from rl_bridge.groups import WantedLayout
+from rl_bridge.engines.skeleton import EngineCompat
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    IncompatibleUpdate,
+    StaleUpdate,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.groups import GroupBridge, WantedLayout, everything, slices
+from rl_bridge.lifecycle import Event
 from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.memory.parts import NOTHING
 from tests.groups.meshes import Shards, cut, flat_cut
 from tests.groups.rig import damage, trainers
 from tests.installers.test_rank_shares import COLUMNS, HALF, RANKS, ROWS, Rank, weights
@@ -165,3 +175,114 @@ def test_a_box_is_no_larger_than_a_slice() -> None:
     part = whole[2:5, 1:3, ::2].permute(2, 0, 1)
     view = View(tuple(part.shape), part.stride(), int(part.storage_offset()))
     assert view.box(whole.shape) == ((2, 1, 0), (5, 3, 3))
+
+
+# ---- what must not be mixed up ------------------------------------------------------------------
+
+
+def half_of(sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors of the shapes of one rank's boxes."""
+    return {
+        "rows": sent["rows"][:HALF].clone(),
+        "norm": sent["norm"],
+        "columns": sent["columns"].chunk(RANKS, dim=1)[0].clone(),
+    }
+
+
+def test_whole_tensors_of_the_shapes_of_a_ranks_boxes_are_refused_behind_a_good_version_too(
+    ranks: list[GroupRank],
+) -> None:
+    dims = {"rows": 0, "norm": 0, "columns": 0}
+    with trainers(2) as group, GroupBridge() as assembler:
+        good = group.publish(cut(weights(), 2, dims), 1)
+        for rank in ranks:
+            rank.update(good)
+        half = group.publish(cut(half_of(weights()), 2, dims), 2)
+        for manifest in (half, assembler.resolve_update(half)):
+            with pytest.raises((IncompatibleUpdate, RuntimeError), match="start"):
+                ranks[1].installer.needs(manifest)
+
+
+def test_a_bridge_never_shows_one_layouts_memory_as_anothers() -> None:
+    columns = slices({"rows": [None, slice(0, 4)]})
+    with trainers(2) as group, GroupBridge(columns) as bridge:
+        manifest = group.publish(cut(weights(), 2, {"rows": 0, "norm": 0, "columns": 0}), 1)
+        bridge.import_update(manifest)
+        with pytest.raises(WeightUpdateRejectedError, match="in another layout"):
+            bridge.consumer.resolve_update(manifest, wanted=everything()(manifest.layout.wholes))
+
+
+def test_the_mapping_of_a_version_that_ranks_import_is_read_once_and_not_behind_its_release() -> (
+    None
+):
+    sent = weights()
+    with trainers(2) as group, GroupBridge() as bridge:
+        dims = {"rows": 0, "norm": 0, "columns": 0}
+        manifest = group.publish(cut(sent, 2, dims), 1)
+        tensors = bridge.consumer.import_update(manifest, needs=NOTHING)
+        with ThreadPoolExecutor(4) as pool:
+            for rows in pool.map(lambda _: tensors["rows"], range(4)):
+                assert torch.equal(rows, sent["rows"])
+        bridge.consumer.advance(manifest.update_id, Event.VERIFY)
+        bridge.acknowledge(manifest)
+        assert torch.equal(bridge.import_update(manifest)["norm"], sent["norm"])
+        assert bridge.update_status(manifest) == "acknowledged"
+        later = group.publish(cut(sent, 2, dims), 2)
+        unread = bridge.consumer.import_update(later, needs=NOTHING)
+        bridge.release(later)
+        with pytest.raises(StaleUpdate, match="released here before"):
+            unread["rows"]
+
+
+def test_publishers_hear_of_the_release_of_a_version_that_ranks_hold_however_late() -> None:
+    with trainers(2) as group, GroupBridge() as bridge:
+        dims = {"rows": 0, "norm": 0, "columns": 0}
+        manifest = group.publish(cut(weights(), 2, dims), 1)
+        bridge.consumer.import_update(manifest, needs=NOTHING)
+        bridge.consumer.advance(manifest.update_id, Event.VERIFY)
+        bridge.acknowledge(manifest)
+        for version in range(2, 14):  # more than are remembered of those that are over
+            later = group.publish(
+                cut(weights(norm=torch.full((COLUMNS,), version)), 2, dims), version
+            )
+            bridge.reject(later, "a test")
+            group.release(later)
+        bridge.release(manifest)
+        assert [one.state for one in group.publishers[0].consumers(manifest)] == ["released"]
+
+
+def test_a_head_that_the_engine_ties_may_be_cut_in_another_way() -> None:
+    """Digests of tensors that are cut in different ways tell nothing: their bytes are read."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(6, 4)
+            self.head = torch.nn.Linear(4, 6, bias=False)
+            self.head.weight = self.embed.weight
+            self.requires_grad_(requires_grad=False)
+
+        def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in given:
+                if name == "embed.weight":
+                    self.embed.weight.data.copy_(tensor)
+
+    model = Tied()
+    installer = ModelInstaller(model, EngineCompat())
+    embed = torch.arange(24.0).view(6, 4)
+    bridges = EngineBridges("engine")
+    with trainers(2) as group:
+        for version, head in enumerate((embed, embed + 1), 1):
+            sent = {"embed.weight": embed, "head.weight": head}
+            dims = {"embed.weight": 0, "head.weight": 1}
+            manifest = group.publish(cut(sent, 2, dims), version)
+            mine, tensors = bridges.bring(manifest, 0, installer.needs(manifest))
+            if version == 1:
+                installer.prepare(mine, tensors)
+                installer.install(mine, tensors)
+                assert installer.prove().root == mine.root
+                installer.commit()
+            else:
+                with pytest.raises(IncompatibleUpdate, match=r"head\.weight"):
+                    installer.prepare(mine, tensors)
+    bridges.close()
