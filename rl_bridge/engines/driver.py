@@ -92,9 +92,9 @@ class EngineDriver(TransactionalAdapter):
     """
 
     imports_itself: bool = True
-    """Whether the ranks read every byte of an update, each for itself; else the executor."""
+    """Whether the ranks read an update, each its share of it; else the executor reads all."""
     verified_root: str = ""
-    """Root of what all ranks verified when they prepared; empty if one did not."""
+    """Root of the update whose shares all ranks verified in `prepare`; empty if one did not."""
     phases_ms: Mapping[str, float] = MappingProxyType({})
     """Phases of the update under way: pause, cache, label; the slowest rank's verify, prove."""
 
