@@ -357,7 +357,7 @@ class Consumer:
         """
         with self.turn(), self.end.in_one_go():
             self.check_open()
-            if needs is not NOTHING and self.end.place is not CPU_PLACE:
+            if needs not in {None, NOTHING} and self.end.place is not CPU_PLACE:
                 needs = None
             if manifest.transport != self._transport_name:
                 require_transport(manifest, self._transport_name)

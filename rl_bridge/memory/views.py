@@ -334,10 +334,6 @@ class ViewCache:
         """Find or map a segment; raises what `LeasedView` raises."""
         return self.find(ref, ref, lambda: SegmentView(ref, self._directory))
 
-    def pin(self, ref: SegmentRef, update_id: str, generation: int, arena_nbytes: int) -> Pin:
-        """Lease the version that a segment holds, as `LeasedView.pin`; it is mapped if need be."""
-        return self.get(ref).pin(update_id, generation, arena_nbytes)
-
     def find(self, ref: SegmentRef, where: Hashable, make: Callable[[], _View]) -> _View:
         """Find or make the view of the slot whose segment is `ref`, reached by `where`."""
         key = (ref.device, ref.inode)

@@ -86,7 +86,7 @@ class SharedMemory(Transport):
             try:
                 slot = ring.acquire(vm.PAGE)
                 ring.publish(slot, _PROBED, vm.PAGE)
-                views.pin(slot.segment.ref, _PROBED, slot.generation, vm.PAGE)
+                views.get(slot.segment.ref).pin(_PROBED, slot.generation, vm.PAGE)
             finally:
                 views.close()
                 ring.close()
@@ -157,8 +157,8 @@ class _SharedConsumer(SlotConsumer[SlotHandle]):
     def _pin(self, manifest: WeightUpdateManifest, handle: SlotHandle) -> Pin:
         if handle.slot.kind != "memfd":
             return self._copy_in(manifest, handle)
-        return self._views.pin(
-            handle.slot, manifest.update_id, handle.generation, manifest.table.arena_nbytes
+        return self._views.get(handle.slot).pin(
+            manifest.update_id, handle.generation, manifest.table.arena_nbytes
         )
 
     def _copy_in(self, manifest: WeightUpdateManifest, handle: SlotHandle) -> Pin:

@@ -82,7 +82,8 @@ class CPUArenas(Arenas):
 
     def pin(self, slot: Slot, update_id: str, arena_nbytes: int) -> Pin:
         """Lease the version in a slot."""
-        return self._views.pin(slot.segment.ref, update_id, slot.generation, arena_nbytes)
+        view = self._views.get(slot.segment.ref)
+        return view.pin(update_id, slot.generation, arena_nbytes)
 
     def sweep(self) -> None:
         """Release the views of slots that were closed."""
