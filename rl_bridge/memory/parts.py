@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from rl_bridge.errors import ChecksumMismatch
+from rl_bridge.errors import ChecksumMismatch, StaleUpdate
 from rl_bridge.manifest.columns import Blocks, bits_of
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_rows
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -144,6 +144,7 @@ class PartNeeds:
 
         Raises:
             ChecksumMismatch: it is not what was published, or a list of digests is not.
+            StaleUpdate: a trainer wrote to what lay in its own tensors.
             MalformedManifest: a list of digests has another size.
 
         """
@@ -185,7 +186,7 @@ class PartNeeds:
             reach = int((blocks.rows[place] - 1) * blocks.pitches[place] + blocks.widths[place])
             raise damaged(part, self.part, row, table.offsets[row] + start, reach)
 
-    def _damaged(self, part: WeightUpdateManifest, place: int) -> ChecksumMismatch:
+    def _damaged(self, part: WeightUpdateManifest, place: int) -> ChecksumMismatch | StaleUpdate:
         start, nbytes = int(self.starts[place]), int(self.nbytes[place])
         return damaged(part, self.part, int(self.rows[place]), start, nbytes)
 
@@ -219,14 +220,20 @@ def leaf_list(part: WeightUpdateManifest, base: int) -> bytes:
 
 def damaged(
     part: WeightUpdateManifest, rank: int, row: int, start: int, nbytes: int
-) -> ChecksumMismatch:
+) -> ChecksumMismatch | StaleUpdate:
     """The error for bytes of a part that are not what was published."""
     first = start - part.table.offsets[row]
     whose = f", part of rank {rank}" if part.weight_layout.world_size > 1 else ""
+    name, version = repr(part.table.names[row]), f"version {part.weight_version}{whose}"
+    what = f"bytes {first} to {first + nbytes}"
+    if part.handle.get("in_place"):  # nothing but the digests shows such a write
+        return StaleUpdate(
+            f"{version} is gone: its trainer wrote to {what} of {name} without releasing it "
+            "(in_place). Release before the weights change, and publish again."
+        )
     return ChecksumMismatch(
-        f"tensor checksum mismatch for {part.table.names[row]!r} in version "
-        f"{part.weight_version}{whose}: bytes {first} to {first + nbytes} are not what was "
-        "published. The update is corrupt or was overwritten: publish again."
+        f"tensor checksum mismatch for {name} in {version}: {what} are not what was published. "
+        "The update is corrupt or was overwritten: publish again."
     )
 
 

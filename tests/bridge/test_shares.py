@@ -1,6 +1,7 @@
 """A reader of a part of an update: it verifies exactly what it reads, and nothing else decides."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,10 @@ from rl_bridge.bridge.consumer import ImportedShare
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightUpdateRejectedError
 from rl_bridge.lifecycle import State
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_bytes
+from rl_bridge.memory import parts
 from rl_bridge.memory.packing import LeafPlan
 from rl_bridge.memory.parts import PartNeeds, leaves_of
-from rl_bridge.memory.passes import Addresses
+from rl_bridge.memory.passes import Addresses, block_digests
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
@@ -245,6 +247,22 @@ def test_a_byte_of_another_column_decides_nothing(columns: ColumnPair, name: str
     columns.damage(name, at)
     share = columns.read()
     assert torch.equal(share["columns"][:, PART["columns"]], WIDE["columns"][:, PART["columns"]])
+
+
+def test_columns_that_are_overwritten_while_they_are_verified_refuse_the_update(
+    columns: ColumnPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overwritten(blocks: npt.NDArray[np.uint64], **options: Any) -> npt.NDArray[np.uint8]:
+        first = block_digests(blocks[:1], **options)
+        columns.damage("down")
+        return np.concatenate((first, block_digests(blocks[1:], **options)))
+
+    monkeypatch.setattr(parts, "block_digests", overwritten)
+    with pytest.raises(ChecksumMismatch, match="'down' in version 1: bytes"):
+        columns.read()
+    monkeypatch.undo()
+    columns.manifest = columns.trainer.publish(WIDE, weight_version=2)
+    assert torch.equal(columns.read()["down"][..., PART["down"]], WIDE["down"][..., PART["down"]])
 
 
 @pytest.mark.parametrize("nth", [0, -1])

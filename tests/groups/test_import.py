@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -220,6 +222,29 @@ def test_a_flipped_byte_of_what_is_needed_is_found_before_anything_is_handed_out
             assert [one.state for one in publisher.consumers(manifest)] == ["rejected"]
         with pytest.raises(WeightUpdateRejectedError, match="was rejected"):
             bridge.import_update(manifest)
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["copied", "not copied yet"])
+def test_a_part_that_is_overwritten_in_the_middle_of_a_strided_copy_is_found(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, copyto, num_copied = model({"w": (64, 2 * LEAF_NBYTES // 4)}), np.copyto, 0
+    with trainers(2) as group, GroupBridge(slices({"w": [None, slice(9)]})) as bridge:
+        manifest = group.publish(cut(whole, 2, {"w": 0}), 1)
+
+        def copy(here: npt.NDArray[Any], there: npt.NDArray[Any]) -> None:
+            nonlocal num_copied
+            copyto(here, there)
+            if not num_copied:
+                damage(group, manifest, rank, manifest.parts[rank].tensors["w"].offset)
+            num_copied += 1
+
+        monkeypatch.setattr(np, "copyto", copy)
+        with pytest.raises(ChecksumMismatch, match=f"'w' in version 1, part of rank {rank}"):
+            bridge.import_update(manifest)
+        assert num_copied == 2
+        again = group.publish(cut(whole, 2, {"w": 0}), 2)
+        assert torch.equal(bridge.import_update(again)["w"], whole["w"][:, :9])
 
 
 def test_only_the_leaves_that_are_needed_are_read() -> None:
