@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_bridge import SharedMemoryTensorBridge as Bridge
+from rl_bridge.assembly.plan import make_plan
+from rl_bridge.assembly.wanted import TensorParallel, Wanted, everything, parallel
 from rl_bridge.groups import GroupBridge, GroupManifest, GroupPublisher, Piece, Placement
 from rl_bridge.groups.exchange import FunctionExchange
-from rl_bridge.groups.plan import make_plan
-from rl_bridge.groups.wanted import TensorParallel, Wanted, everything, parallel
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.table import TensorTable

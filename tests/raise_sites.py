@@ -13,7 +13,17 @@ __all__ = ["errors_raised", "messages", "modules", "said", "says_a_remedy"]
 ROOT = Path(rl_bridge.__file__).parent
 LAYERS = [
     *("manifest", "lifecycle.py", "journal.py", "memory", "cuda", "transports", "trainers"),
-    *("installers", "bridge", "groups", "strategies", "engines", "hooks.py", "ray", "remote"),
+    *(
+        "installers",
+        "assembly",
+        "bridge",
+        "groups",
+        "strategies",
+        "engines",
+        "hooks.py",
+        "ray",
+        "remote",
+    ),
 ]
 """Those that users call."""
 

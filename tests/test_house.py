@@ -32,22 +32,23 @@ LAYERS = {
     "transports": 5,
     "trainers": 5,
     "installers": 5,
-    "bridge": 6,
-    "groups": 7,
-    "strategies": 8,
-    "engines": 9,
-    "hooks": 9,
-    "ray": 9,
-    "remote": 10,
-    "testing": 10,
-    **dict.fromkeys(ENGINES, 10),  # their public modules
-    "demo": 11,  # over testing: it plants the same faults
-    "cli": 12,
+    "assembly": 6,
+    "bridge": 7,
+    "groups": 8,
+    "strategies": 9,
+    "engines": 10,
+    "hooks": 10,
+    "ray": 10,
+    "remote": 11,
+    "testing": 11,
+    **dict.fromkeys(ENGINES, 11),  # their public modules
+    "demo": 12,  # over testing: it plants the same faults
+    "cli": 13,
 }
 # The facade (`rl_bridge/__init__.py`) collects names from everywhere: it stands above all layers,
 # and only `__main__` stands above it.
-FACADE_LAYER = 13
-MAIN_LAYER = 14
+FACADE_LAYER = 14
+MAIN_LAYER = 15
 
 # What transports share; the registry is also the one module that may name them all.
 SHARED_BY_TRANSPORTS = frozenset({"base", "registry", "wire"})
@@ -70,6 +71,10 @@ NEVERS: tuple[tuple[str, str, str], ...] = (
     ("bridge", "transports.wire", "only the registry knows the inside of transports"),
     ("bridge", "transports.broadcast", "only the registry knows the inside of transports"),
     ("bridge", "transports.nixl", "only the registry knows the inside of transports"),
+    *(
+        ("assembly", f"transports.{inside}", "only the registry knows the inside of transports")
+        for inside in ("wire", "broadcast", "nixl")
+    ),
     ("groups", "transports.wire", "only the registry knows the inside of transports"),
     ("groups", "transports.broadcast", "only the registry knows the inside of transports"),
     ("groups", "transports.nixl", "only the registry knows the inside of transports"),

@@ -27,6 +27,7 @@ PATH: dict[str, tuple[str, ...]] = {
     "transports/broadcast": ("publisher", "sender", "server", "client", "receiver", "consumer"),
     "transports/nixl": ("publisher", "store", "server", "client", "fetch", "reading", "consumer"),
     "cuda": ("digest", "driver", "broker", "views", "live"),
+    "assembly": ("wanted", "plan", "assemble"),
     "bridge": (
         "tensor_bridge",
         "publisher",
@@ -36,7 +37,7 @@ PATH: dict[str, tuple[str, ...]] = {
         "engine_state",
     ),
     "installers": ("base", "module", "engine_memory"),
-    "groups": ("publish", "exchange", "wanted", "bridge", "plan", "assembly"),
+    "groups": ("publish", "exchange", "bridge"),
     "strategies": ("strategy", "sender", "requests", "receiver"),
     "engines": (
         "driver",

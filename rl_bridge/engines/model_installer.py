@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from rl_bridge.assembly.wanted import WantedLayout
 from rl_bridge.engines.evidence import Evidence, Places, Untouched
 from rl_bridge.engines.load_checks import (
     asks_for_bytes,
@@ -59,7 +60,6 @@ from rl_bridge.engines.through import (
     write_parameters,
 )
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
-from rl_bridge.groups.wanted import WantedLayout
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.manifest.group import GroupManifest

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from rl_bridge.assembly.wanted import WantedLayout
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.groups.bridge import GroupBridge, GroupConsumer
-from rl_bridge.groups.wanted import WantedLayout
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.group import GROUP
 from rl_bridge.manifest.model import WeightUpdateManifest

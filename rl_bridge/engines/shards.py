@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rl_bridge.assembly.wanted import WantedLayout, WantedTensor, WholeSlice
 from rl_bridge.bridge.consumer import ImportedShare
 from rl_bridge.engines.load_plan import LoadPlan, Route, View, other_than
 from rl_bridge.errors import (
@@ -21,7 +22,6 @@ from rl_bridge.errors import (
     ProofFailed,
     WeightUpdateRejectedError,
 )
-from rl_bridge.groups.wanted import WantedLayout, WantedTensor, WholeSlice
 from rl_bridge.manifest.coverage import box_of, hull
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES

@@ -4,17 +4,8 @@ A rank publishes with `GroupPublisher`, and meets the other ranks over an exchan
 its share (`parallel`, `slices`, `everything`) and opens a `GroupBridge` with it.
 """
 
-from rl_bridge.groups.bridge import GroupBridge
-from rl_bridge.groups.exchange import (
-    FunctionExchange,
-    GroupExchange,
-    ProcessGroupExchange,
-    StoreExchange,
-    StoreOptions,
-)
-from rl_bridge.groups.plan import ReshardPlan
-from rl_bridge.groups.publish import GroupPublisher
-from rl_bridge.groups.wanted import (
+from rl_bridge.assembly.plan import ReshardPlan
+from rl_bridge.assembly.wanted import (
     ExpertParallel,
     Fused,
     PipelineParallel,
@@ -25,6 +16,15 @@ from rl_bridge.groups.wanted import (
     parallel,
     slices,
 )
+from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups.exchange import (
+    FunctionExchange,
+    GroupExchange,
+    ProcessGroupExchange,
+    StoreExchange,
+    StoreOptions,
+)
+from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.parallel import (
     Piece,

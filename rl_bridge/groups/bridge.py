@@ -19,6 +19,15 @@ from typing import ClassVar
 
 import torch
 
+from rl_bridge.assembly.assemble import (
+    ArenaLanding,
+    Assembly,
+    AssemblyPlan,
+    LandingPlan,
+    require_sealed,
+)
+from rl_bridge.assembly.plan import ReshardPlan, make_plan
+from rl_bridge.assembly.wanted import Wanted, WantedLayout, everything
 from rl_bridge.bridge.arguments import UpdateRef, check_options
 from rl_bridge.bridge.consumer import Consumer, is_shortage
 from rl_bridge.bridge.tensor_bridge import TensorBridge
@@ -30,15 +39,6 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
     describe,
 )
-from rl_bridge.groups.assembly import (
-    ArenaLanding,
-    Assembly,
-    AssemblyPlan,
-    LandingPlan,
-    require_sealed,
-)
-from rl_bridge.groups.plan import ReshardPlan, make_plan
-from rl_bridge.groups.wanted import Wanted, WantedLayout, everything
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.lifecycle import Observer, State
 from rl_bridge.manifest.canonical import JSONValue
@@ -649,7 +649,7 @@ class GroupBridge(TensorBridge):
         """Configure; nothing is opened yet.
 
         Args:
-            wanted: what the engine holds: see `rl_bridge.groups.wanted`. None: every tensor,
+            wanted: what the engine holds: see `rl_bridge.assembly.wanted`. None: every tensor,
                 whole.
             source_worker: this worker's name.
             source_rank: its rank.

@@ -6,7 +6,7 @@ the tensor, the range of indices and the ranks.
 
 The arithmetic is on boxes of index space: half-open, with one lower and one upper index for each
 dimension. A range of elements in row-major order (``is_flat``) is a few boxes as well, so that all
-pieces have one form. Resharding (`rl_bridge.groups.plan`) uses the same boxes.
+pieces have one form. Resharding (`rl_bridge.assembly.plan`) uses the same boxes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

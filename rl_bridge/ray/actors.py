@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from rl_bridge.assembly.wanted import Wanted, WantedLayout
 from rl_bridge.errors import SessionRefused
-from rl_bridge.groups.wanted import Wanted, WantedLayout
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.parallel import Placement

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_bridge.assembly.wanted import Wanted, WantedLayout
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import EngineLost, TornEngine, WeightBridgeUnavailableError
 from rl_bridge.groups.bridge import GroupBridge
-from rl_bridge.groups.wanted import Wanted, WantedLayout
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.group import GroupManifest

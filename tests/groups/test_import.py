@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge.assembly.wanted import TensorParallel, Wanted, everything, parallel, slices
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
@@ -28,7 +29,6 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.groups.bridge import _REMEMBERED, GroupBridge, GroupEnd
-from rl_bridge.groups.wanted import TensorParallel, Wanted, everything, parallel, slices
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout

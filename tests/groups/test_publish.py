@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rl_bridge import make_weight_bridge
+from rl_bridge.assembly.wanted import parallel
 from rl_bridge.errors import (
     GroupAborted,
     IncompleteCoverage,
@@ -28,7 +29,6 @@ from rl_bridge.errors import (
 from rl_bridge.groups.bridge import GroupBridge
 from rl_bridge.groups.exchange import FunctionExchange, ProcessGroupExchange, StoreExchange
 from rl_bridge.groups.publish import GroupPublisher
-from rl_bridge.groups.wanted import parallel
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.parallel import Placement

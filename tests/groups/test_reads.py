@@ -15,18 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_bridge.errors import (
-    ChecksumMismatch,
-    DigestMismatch,
-    SegmentError,
-    SlotsExhausted,
-    StaleUpdate,
-)
-from rl_bridge.groups import GroupBridge
-from rl_bridge.groups import assembly as group_landing
-from rl_bridge.groups.assembly import Assembly, LandingPlan
-from rl_bridge.groups.plan import make_plan
-from rl_bridge.groups.wanted import (
+from rl_bridge.assembly import assemble as group_landing
+from rl_bridge.assembly.assemble import Assembly, LandingPlan
+from rl_bridge.assembly.plan import make_plan
+from rl_bridge.assembly.wanted import (
     Fused,
     TensorParallel,
     Wanted,
@@ -37,6 +29,14 @@ from rl_bridge.groups.wanted import (
     parallel,
     slices,
 )
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    DigestMismatch,
+    SegmentError,
+    SlotsExhausted,
+    StaleUpdate,
+)
+from rl_bridge.groups import GroupBridge
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.groups.assembly import Assembly
-from rl_bridge.groups.plan import ReshardPlan, make_plan
-from rl_bridge.groups.wanted import (
+from rl_bridge.assembly.assemble import Assembly
+from rl_bridge.assembly.plan import ReshardPlan, make_plan
+from rl_bridge.assembly.wanted import (
     ExpertParallel,
     Fused,
     PipelineParallel,
@@ -24,6 +23,7 @@ from rl_bridge.groups.wanted import (
     parallel,
     slices,
 )
+from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.manifest.table import TensorTable

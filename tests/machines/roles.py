@@ -10,10 +10,10 @@ from typing import Any, cast
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge.assembly.wanted import TensorParallel, parallel
 from rl_bridge.groups import GroupBridge
 from rl_bridge.groups.exchange import StoreExchange
 from rl_bridge.groups.publish import GroupPublisher
-from rl_bridge.groups.wanted import TensorParallel, parallel
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.testing.faults import die
 from rl_bridge.testing.processes import Child

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from rl_bridge.assembly.wanted import TensorParallel, parallel
 from rl_bridge.errors import ChecksumMismatch, StaleUpdate, TransferTimeout, WeightBridgeError
 from rl_bridge.groups import GroupBridge, GroupManifest
-from rl_bridge.groups.wanted import TensorParallel, parallel
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.slots import ARRIVING, Slot

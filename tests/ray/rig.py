@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter
-from rl_bridge.groups.wanted import TensorParallel, Wanted, parallel
+from rl_bridge.assembly.wanted import TensorParallel, Wanted, parallel
 from rl_bridge.manifest.parallel import Placement
 from rl_bridge.ray import (
     EndpointFacts,

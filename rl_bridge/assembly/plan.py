@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rl_bridge.assembly.wanted import WantedLayout, WantedTensor, WholeSlice
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.groups.wanted import WantedLayout, WantedTensor, WholeSlice
 from rl_bridge.manifest.coverage import (
     Box,
     Held,

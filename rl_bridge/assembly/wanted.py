@@ -1,8 +1,8 @@
 """The tensors that a consumer wants of a group: whole ones, slices, or several joined into one.
 
 A `WantedLayout` is plain data. The functions here make the usual ones: tensor, pipeline and expert
-parallelism by degree and rank, and fused tensors as lists of sources. `rl_bridge.groups.plan` says
-how a group's parts fill it.
+parallelism by degree and rank, and fused tensors as lists of sources. `rl_bridge.assembly.plan`
+says how a group's parts fill it.
 """
 
 import operator

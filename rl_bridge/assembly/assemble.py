@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rl_bridge.assembly.plan import ReshardPlan
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightBridgeUnavailableError
-from rl_bridge.groups.plan import ReshardPlan
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_rows
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
