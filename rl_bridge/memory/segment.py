@@ -107,17 +107,19 @@ def require_resources(error: OSError) -> None:
 
 
 def process_start_time(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None if there is no such process.
+    """Start time of a process in clock ticks since boot; None if there is none, or it has ended.
 
-    Together with the pid it names a process for good: pids are reused, this pair is not.
+    A process that ended keeps its pid, but no file, until its parent asks for its end. Together
+    with the pid this names a process for good: pids are reused, this pair is not.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except OSError as error:
         require_resources(error)
         return None
-    # The command name may hold spaces and brackets; field 22 counts from after the last one.
-    return int(text.rpartition(")")[2].split()[19])
+    # The command name may hold spaces and brackets; fields 3 and 22 count from after the last one.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in {"Z", "X"} else int(fields[19])
 
 
 class OwnedSegment:

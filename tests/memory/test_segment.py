@@ -213,6 +213,16 @@ def test_a_command_name_with_brackets_does_not_confuse_the_start_time(
     assert process_start_time(7) == 22
 
 
+def test_an_owner_that_was_killed_and_not_waited_for_is_gone(segment: OwnedSegment) -> None:
+    with subprocess.Popen(["sleep", "99"], stdin=segment.fd) as owner:
+        start_time = process_start_time(owner.pid)
+        ref = changed(segment.ref, pid=owner.pid, start_time=start_time, fd=0)
+        close_fd(open_segment(ref))
+        owner.kill()
+        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
+        refused(ref, r"the publisher \(pid \d+\) is gone")
+
+
 # ---- what cannot be made, and what may not be opened --------------------------------------------
 
 
