@@ -11,7 +11,6 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.forking_program import START_S, Program, serve, settle_in
@@ -45,12 +44,7 @@ class ScriptRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._program.close(within_s=TIMEOUT_S)
 
 

@@ -24,7 +24,6 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError
@@ -171,10 +170,12 @@ def _settle_in(environment: dict[str, str], *outputs: Any) -> None:
         os.close(descriptor)
 
 
-def _serve(
-    _: _Surroundings, connection: Connection, target: Target, arguments: dict[str, Any]
-) -> None:
-    """Answer calls until the parent hangs up."""
+def _serve_settled(_: _Surroundings, *given: Any) -> None:
+    serve(*given)
+
+
+def serve(connection: Connection, target: Target, arguments: dict[str, Any]) -> None:
+    """Build the object of a `Child`, in its process, and answer calls until the parent hangs up."""
     import torch
 
     torch.set_num_threads(1)
@@ -225,20 +226,25 @@ class Child:
         self.arguments = arguments
         here, there = _SERVED.Pipe()
         self._line = Line(here)
-        start_server()
-        self.process = _SERVED.Process(
-            target=_serve,
-            args=(_Surroundings(), there, target, arguments),
-            daemon=self.is_daemon,
-            name=f"test-{target}",
-        )
-        self.process.start()
+        self.process = self._started(there, target)
         there.close()
         self._is_ready = self._is_over = False
         # Calls have numbers: an answer that came too late must not pass for that to the next call.
         self._calls = 0
         self._told: deque[int] = deque()
         self._answers: dict[int, dict[str, Any]] = {}
+
+    def _started(self, there: Connection, target: Target) -> Any:
+        """Start the process that has the other end of the line."""
+        start_server()
+        process = _SERVED.Process(
+            target=_serve_settled,
+            args=(_Surroundings(), there, target, self.arguments),
+            daemon=self.is_daemon,
+            name=f"test-{target}",
+        )
+        process.start()
+        return process
 
     @property
     def pid(self) -> int:
@@ -259,7 +265,7 @@ class Child:
             self._answer(0, "start", deadline_s)
         return self
 
-    def call(self, name: str, **options: Any) -> Any:
+    def call(self, name: str, /, **options: Any) -> Any:
         """Call a method of the child's object with JSON arguments, and wait for its answer.
 
         Raises:
@@ -270,7 +276,7 @@ class Child:
         """
         return self._answer(self._ask(name, options), name)
 
-    def tell(self, name: str, **options: Any) -> None:
+    def tell(self, name: str, /, **options: Any) -> None:
         """Call a method without waiting; `exitcode` or `answer` tells what became of it.
 
         Raises:
@@ -317,7 +323,7 @@ class Child:
 
         """
         self.process.join(deadline_s)
-        code = self.process.exitcode
+        code: int | None = self.process.exitcode
         if code is None:
             self.kill()
             msg = f"the child did not end within {deadline_s} s and was killed"
@@ -340,12 +346,7 @@ class Child:
         """Use as a context manager."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Kill what still runs and give the pipe back; done twice, it is as before."""
         if not self._is_over:
             self._is_over = True

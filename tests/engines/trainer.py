@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -42,11 +41,6 @@ class Trainer:
         """Use as a context manager."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the bridge."""
         self.bridge.close()

@@ -1,22 +1,17 @@
 """Megatron on four processes updates an engine of two ranks: each reads its rows and columns."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from rl_bridge import RolloutExecutor
-from rl_bridge.errors import ChecksumMismatch, WeightBridgeError
-from rl_bridge.groups import GroupManifest
 from tests.engines.models import Checkpoints, Kind
 from tests.sglang.bench import Bench, Engines, executor_for
 from tests.trainers_torch.elsewhere import PYTHON, Elsewhere
-from tests.trainers_torch.publishing import ShardedTrainer
+from tests.trainers_torch.publishing import RealTrainer, Updates
 
 KIND = Kind("qwen2")
-# Queries, keys and values of a layer, as Megatron has them in one.
-DAMAGED = "decoder.layers.1.self_attention.linear_qkv.weight"
 pytestmark = [
     pytest.mark.skipif(
         not Path(PYTHON).exists(), reason=f"needs {PYTHON}, which `make test-sglang` makes"
@@ -25,22 +20,21 @@ pytestmark = [
 ]
 
 
-@dataclass(slots=True)
-class Run:
-    """An engine with its driver, and a trainer: two of its ranks have layer 0, two have layer 1."""
+@dataclass(kw_only=True)
+class Run(Updates):
+    """Of SGLang, by a trainer of which two ranks have layer 0, and two have layer 1."""
 
     bench: Bench
-    executor: RolloutExecutor
-    trainer: ShardedTrainer
 
-    def publish(self) -> GroupManifest:
-        return self.trainer.publish(1 - self.bench.holds)
+    def plant(self) -> None:
+        self.bench.plant("fail", 7, 1)
 
-    def update(self) -> GroupManifest:
-        manifest = self.publish()
-        self.executor.update_weights(manifest)
-        self.bench.holds = 1 - self.bench.holds
-        return manifest
+    def uproot(self) -> None:
+        self.bench.uproot()
+
+    def check(self, what: str) -> None:
+        self.bench.holds = self.holds
+        self.bench.check(what)
 
 
 @pytest.fixture(scope="module")
@@ -54,65 +48,21 @@ def run(
         executor_for(bench.engine, of_groups=True) as executor,
         Elsewhere(4, tmp_path_factory.mktemp("ranks"), cases, PYTHON, imports) as ranks,
     ):
-        yield Run(bench, executor, ShardedTrainer(ranks, "begin_megatron", paths))
-
-
-# ---- what goes wrong between two updates ---------------------------------------------------------
-
-
-def an_engine_rank_fails(run: Run) -> None:
-    run.bench.plant("fail", 7, 1)
-    with pytest.raises(WeightBridgeError, match=r"rank 1: .*planted"):
-        run.executor.update_weights(run.publish())
-    run.bench.uproot()
-
-
-def a_byte_goes_bad(run: Run) -> None:
-    manifest = run.publish()
-    run.trainer.damage(manifest, 3, DAMAGED)
-    with pytest.raises(ChecksumMismatch, match="part of rank 3"):
-        run.executor.update_weights(manifest)
-
-
-def a_trainer_rank_is_killed(run: Run) -> None:
-    run.trainer.end()  # of memory that an engine rank has mapped by now it would need no publisher
-    manifest = run.publish()
-    run.trainer.kill(2)
-    with pytest.raises(WeightBridgeError, match="cannot be opened"):
-        run.executor.update_weights(manifest)
-
-
-FAILURES: list[Callable[[Run], None]] = [
-    an_engine_rank_fails,
-    a_byte_goes_bad,
-    a_trainer_rank_is_killed,
-]
-
-
-def alternate(run: Run, times: int) -> None:
-    for turn in range(times):
-        fails = FAILURES[turn % len(FAILURES)]
-        fails(run)
-        run.bench.check(fails.__name__)
-        manifest = run.update()
-        run.bench.check(f"update {turn}")
-        ack = run.executor.last_ack
-        assert ack is not None
-        assert (ack.proof.root, ack.proof.method) == (manifest.root, "digest")
-        # The driver's process read nothing of it, and the trainer's ranks gathered nothing.
-        assert not {"attach", "assemble"} & ack.timings_ms.keys()
-        assert run.trainer.asked == []
-        assert run.trainer.told(manifest) == {
-            ("rollout", 0, "acknowledged"),
-            ("sglang", 0, "released"),
-            ("sglang", 1, "released"),
-        }
+        yield Run(
+            executor=executor,
+            trainer=RealTrainer(ranks, "begin_megatron", paths),
+            worker="sglang",
+            # Queries, keys and values of a layer, as Megatron has them in one.
+            damaged="decoder.layers.1.self_attention.linear_qkv.weight",
+            bench=bench,
+            holds=bench.holds,
+        )
 
 
 def test_updates_of_megatron_with_failures_between_them_equal_fresh_engines(run: Run) -> None:
-    alternate(run, len(FAILURES))
+    run.alternate(3)
 
 
 @pytest.mark.full
 def test_twenty_updates_of_megatron_equal_fresh_engines(run: Run) -> None:
-    alternate(run, 20)
+    run.alternate(20)

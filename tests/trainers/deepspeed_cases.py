@@ -13,6 +13,7 @@ from torch import nn
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.trainers.deepspeed import DeepSpeedWeightExtractor
 from tests.trainers_torch.counting import peak_nbytes
+from tests.trainers_torch.publishing import peak_of_publications
 from tests.trainers_torch.worlds import as_lists, filled, full_report
 
 WIDTH = 7
@@ -88,13 +89,25 @@ def report(stage: int, dtype: str | None = None, kind: str = "float32") -> Any:
     return found
 
 
+def wide(stage: int) -> Any:
+    return engine(
+        stage,
+        model=nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(64))),  # 64 MiB
+    )
+
+
 def peak(stage: int, chunk_nbytes: int) -> Any:
-    layers = [nn.Linear(512, 512, bias=False) for _ in range(64)]  # 64 MiB
-    made = engine(stage, model=nn.Sequential(*layers))
+    made = wide(stage)
     extractor = DeepSpeedWeightExtractor(made, chunk_nbytes=chunk_nbytes)
     for _ in extractor.full(torch.bfloat16):
         pass
     return peak_nbytes(extractor.full(torch.bfloat16))
+
+
+def peak_of_publishing(port: int) -> Any:
+    return peak_of_publications(
+        DeepSpeedWeightExtractor(engine(3)), DeepSpeedWeightExtractor(wide(3)), port
+    )
 
 
 def has_no_ninja() -> bool:

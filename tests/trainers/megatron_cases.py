@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.trainers.megatron import MegatronWeightExtractor
+from tests.trainers_torch.publishing import peak_of_publications
 from tests.trainers_torch.worlds import full_report, local_report
 
 # What the layers of Megatron itself can do without CUDA.
@@ -66,6 +67,16 @@ def looks(path: str, **degrees: int) -> list[int]:
                 pass
         counts.append(looked.call_count)
     return counts
+
+
+def peak_of_publishing(small: str, large: str, port: int, *, is_hf: bool) -> Any:
+    """In two stages of two tensor-parallel ranks."""
+
+    def extractor(path: str) -> MegatronWeightExtractor:
+        bridge, model = loaded(path, tp=2, pp=2)
+        return MegatronWeightExtractor(model, bridge=bridge if is_hf else None)
+
+    return peak_of_publications(extractor(small), extractor(large), port)
 
 
 def experts(tp: int = 1, ep: int = 1) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rl_bridge.testing.processes import free_port
 from tests.trainers import deepspeed_cases
 from tests.trainers_torch.worlds import World, assembled, placements_of, reference
 
@@ -88,6 +89,15 @@ def test_gathering_takes_no_more_memory_than_one_chunk(two: World) -> None:
         assert count > 4
         # Each of Gloo's two threads may still hold the last tensor that it worked on.
         assert limit // 4 < peak <= limit + 2 * largest
+
+
+def test_publishing_as_a_group_takes_one_slot_of_the_shard_and_gathers_nothing(
+    two: World,
+) -> None:
+    for peak, shard, asked in two.run("peak_of_publishing", port=free_port()):
+        assert asked == []
+        assert shard // 2 < peak <= shard + (2 << 20)
+        assert shard == 32 << 20, "half of the model"
 
 
 def test_deepspeed_begins_without_ninja_where_its_extension_is_switched_off(two: World) -> None:

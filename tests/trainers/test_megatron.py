@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl_bridge.testing.processes import free_port
 from tests.trainers_torch.worlds import World, assembled, filled, placements_of, reference
 
 CASES = "megatron_cases"
@@ -101,6 +102,23 @@ def test_the_padding_of_a_vocabulary_is_not_published(
     assert whole["lm_head.weight"][1][0] == 23
 
 
+@pytest.mark.parametrize("is_hf", [False, True])
+def test_publishing_as_a_group_takes_one_slot_of_the_shard_and_gathers_nothing(
+    worlds: World2, models: Models, tmp_path: Path, *, is_hf: bool
+) -> None:
+    wide = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1536}
+    model = written("Llama", tmp_path, **wide, num_hidden_layers=4)
+    nbytes = 4 * sum(one.numel() for one in model.parameters())
+    paths = {"small": models["llama"][0], "large": str(tmp_path)}
+    ranks = worlds(4, CASES)
+    for peak, shard, asked in ranks.run(
+        "peak_of_publishing", **paths, port=free_port(), is_hf=is_hf
+    ):
+        assert asked == []
+        assert shard // 2 < peak <= shard + (2 << 20)
+        assert shard < nbytes // 4 + (1 << 20), "a quarter of the model, and a norm"
+
+
 @pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 2}, {}])
 def test_experts_have_their_numbers_in_the_whole_model(
     worlds: World2, degrees: dict[str, int]
@@ -149,6 +167,11 @@ def test_an_embedding_that_two_stages_hold_is_a_copy_on_the_second(
 
 def saved(kind: str, path: Path, **options: Any) -> dict[str, Any]:
     """Write a checkpoint to `path`, and tell what is in it."""
+    return reference(written(kind, path, **options))
+
+
+def written(kind: str, path: Path, **options: Any) -> torch.nn.Module:
+    """Write a checkpoint to `path`; the model that it is of."""
     import transformers
 
     sizes = {
@@ -165,4 +188,4 @@ def saved(kind: str, path: Path, **options: Any) -> dict[str, Any]:
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.float32)
     filled(model)
     model.save_pretrained(path)
-    return reference(model)
+    return model  # type: ignore[no-any-return]

@@ -1,17 +1,17 @@
 """A `World` in another environment: trainers and engines pin packages that exclude each other."""
 
-import multiprocessing
+import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.testing import processes
-from rl_bridge.testing.processes import DEADLINE_S, ChildError, Line
+from rl_bridge.testing.processes import DEADLINE_S, Child, Target
 from tests.trainers_torch.worlds import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ PYTHON = os.environ.get("TRAINERS_PYTHON", str(ROOT / ".venv-trainers" / "bin" /
 """The interpreter of the environment that ``make test-trainers`` makes."""
 
 
-class Elsewhere:
+class Elsewhere(Child):
     """Ranks that run the functions of a module under another interpreter; used as a `World`."""
 
     def __init__(self, size: int, tmp_path: Path, cases: str, python: str, imports: str) -> None:
@@ -33,70 +33,51 @@ class Elsewhere:
             imports: a module that takes seconds to import: it is imported once for all of them.
 
         """
-        here, there = multiprocessing.Pipe()
-        given = [str(there.fileno()), str(size), str(tmp_path), cases, imports]
-        self._process = subprocess.Popen(
-            [python, "-m", __name__, *given],
+        self._program = [python, "-m", __name__, imports]
+        super().__init__(World, size=size, tmp_path=str(tmp_path), cases=cases)
+
+    def _started(self, there: Connection, _: Target) -> Any:
+        return _Program(
+            [*self._program, str(there.fileno()), json.dumps(self.arguments)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
             pass_fds=[there.fileno()],
         )
-        there.close()
-        self._line = Line(here)
 
-    def run(self, case: str, **options: Any) -> list[Any]:
-        """What each rank answers."""
-        return list(self._call("run", case=case, **options))
+    def ask(self, name: str, /, **options: Any) -> Any:
+        """Call a method of the `World`, which may take minutes."""
+        self.ready(deadline_s=4 * DEADLINE_S).tell(name, **options)
+        return self.answer(deadline_s=4 * DEADLINE_S)
 
-    def kill(self, rank: int | None = None) -> None:
-        """See `World`."""
-        self._call("kill", rank=rank)
-
-    def pids(self) -> list[int]:
-        """See `World`."""
-        return list(self._call("pids"))
-
-    def _call(self, name: str, /, **options: Any) -> Any:
-        self._line.send([name, options])
-        answer = self._line.receive(deadline_s=4 * DEADLINE_S)
-        if "error" in answer:
-            kind, message = answer["error"]
-            raise ChildError(kind, (), message, "")
-        return answer["ok"]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._line.close()  # by which it ends
-        try:
-            code = self._process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            raise
-        assert kind is not None or code == 0
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        if kind is None:
+            self.ask("leave")
+            assert self.stop() == 0
+        else:
+            with suppress(WeightBridgeError):
+                self.ask("kill")
+        super().__exit__()
 
 
-def _main(number: str, size: str, tmp_path: str, cases: str, imports: str) -> None:
-    processes.PRELOADED.append(imports)
-    line = Line(Connection(int(number)))
-    with World(int(size), Path(tmp_path), cases) as world:
-        while True:
-            try:
-                name, options = line.receive(deadline_s=20 * DEADLINE_S)
-            except EOFError:
-                return
-            try:
-                answer = {"ok": getattr(world, name)(**options)}
-            except WeightBridgeError as error:
-                answer = {"error": [type(error).__name__, str(error)]}
-            line.send(answer)
+class _Program(subprocess.Popen[bytes]):
+    """Ended and waited for as a process of `multiprocessing` is."""
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.poll()
+
+    def is_alive(self) -> bool:
+        return self.poll() is None
+
+    def join(self, timeout: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(timeout)
+
+    def close(self) -> None:
+        """Nothing of it is left."""
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    imports, number, arguments = sys.argv[1:]
+    processes.PRELOADED.append(imports)
+    processes.serve(Connection(int(number)), World, json.loads(arguments))

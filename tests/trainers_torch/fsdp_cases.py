@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -33,8 +33,8 @@ from rl_bridge.strategies.requests import WeightUpdateRequest
 from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 from rl_bridge.trainers.fsdp import FSDPWeightExtractor
 from rl_bridge.trainers.state_dict import StateDictExtractor
-from tests.trainers_torch.counting import Collectives, peak_nbytes
-from tests.trainers_torch.publishing import publisher_at
+from tests.trainers_torch.counting import peak_nbytes
+from tests.trainers_torch.publishing import peak_of_publications
 from tests.trainers_torch.worlds import filled, full_report, local_report
 
 WIDTH = 6
@@ -320,21 +320,9 @@ def peak(build: str, call: str, chunk_nbytes: int, dtype: str | None = "bfloat16
 
 
 def peak_of_publishing(build: str, port: int) -> Any:
-    """Of a group's version: the growth, the bytes of this rank's shard, and what was asked."""
-    publisher, small = publisher_at(port), FSDPWeightExtractor(built("fsdp2"))
-    first = publisher.publish(small.local(), small.placements(), weight_version=1)
-    publisher.release(first)  # what it takes once is taken by now
-    extractor = FSDPWeightExtractor(built(build))
-    placements = extractor.placements()
-    shard = sum(chunk.total_size_bytes for chunk in extractor.local())
-
-    def publishing() -> Iterator[Any]:
-        yield publisher.publish(extractor.local(), placements, weight_version=2)
-
-    with Collectives() as asked:
-        peak, _ = peak_nbytes(publishing())
-    publisher.bridge.close()
-    return peak, shard, asked.names
+    return peak_of_publications(
+        FSDPWeightExtractor(built("fsdp2")), FSDPWeightExtractor(built(build)), port
+    )
 
 
 # ---- traps ---------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ whole model after the start: what its publication asked of other ranks is counte
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -21,13 +23,16 @@ from rl_bridge import (
     DeepSpeedWeightExtractor,
     FSDPWeightExtractor,
     MegatronWeightExtractor,
+    RolloutExecutor,
     WeightExtractor,
     make_weight_bridge,
 )
+from rl_bridge.errors import ChecksumMismatch, WeightBridgeError
 from rl_bridge.groups import GroupManifest, GroupPublisher, StoreExchange
 from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.testing.processes import free_port
-from tests.trainers_torch.counting import Collectives
+from tests.trainers_torch.counting import Collectives, peak_nbytes
+from tests.trainers_torch.elsewhere import Elsewhere
 
 TIMEOUT_S = 60.0
 
@@ -55,6 +60,24 @@ def publisher_at(port: int) -> GroupPublisher:
     )
     exchange = StoreExchange(store, rank=rank, world_size=size)
     return GroupPublisher(bridge, exchange, timeout_s=TIMEOUT_S)
+
+
+def peak_of_publications(small: WeightExtractor, large: WeightExtractor, port: int) -> Any:
+    """A group's version of `large`: the growth, the bytes of this rank's shard, what was asked."""
+    publisher = publisher_at(port)
+    first = publisher.publish(small.local(), small.placements(), weight_version=1)
+    publisher.release(first)  # what it takes once is taken by now
+    placements = large.placements()
+    shard = sum(chunk.total_size_bytes for chunk in large.local())
+
+    def publishing() -> Iterator[Any]:
+        yield publisher.publish(large.local(), placements, weight_version=2)
+
+    with Collectives() as asked:
+        peak, _ = peak_nbytes(publishing())
+    dist.barrier()  # rank 0 has the store, which the others may still ask
+    publisher.bridge.close()
+    return peak, shard, asked.names
 
 
 def publish(number: int, version: int) -> list[Any]:
@@ -174,61 +197,146 @@ def _shard(whole: torch.Tensor, like: torch.Tensor) -> DTensor:
 # ---- in the test ---------------------------------------------------------------------------------
 
 
-class Ranks(Protocol):
-    """What runs the functions above: see `World`."""
-
-    def run(self, case: str, **options: Any) -> list[Any]: ...
-
-    def kill(self, rank: int | None = None) -> None: ...
-
-    def pids(self) -> list[int]: ...
-
-
 _VERSIONS = itertools.count(1)
 
 
-class ShardedTrainer:
+class RealTrainer:
     """A trainer's ranks. Where one was killed, the next version comes of ranks started anew."""
 
-    def __init__(self, ranks: Ranks, begin: str, paths: Sequence[str]) -> None:
+    def __init__(self, ranks: Elsewhere, begin: str, paths: Sequence[str]) -> None:
         """Have ranks begin with this function, with the checkpoints of both sets of weights."""
         self._ranks = ranks
         self._begin = begin
         self._paths = list(paths)
         self.pids: list[int] = []
-        """Of the ranks that published last."""
+        """The processes that published last."""
         self._held: list[GroupManifest] = []
         self.asked: list[str] = []
         """Collectives that publishing called, on any rank."""
 
     def publish(self, number: int) -> GroupManifest:
         """Publish the next version on all ranks; the one before the last is released."""
-        if self.pids != self._ranks.pids():
-            self._ranks.run(self._begin, paths=self._paths, port=free_port())
-            self.pids, self._held = self._ranks.pids(), []
+        if self.pids != self._ranks.ask("pids"):
+            self._run(self._begin, paths=self._paths, port=free_port())
+            self.pids, self._held = self._ranks.ask("pids"), []
         while len(self._held) > 1:
-            self._ranks.run("release", update_id=self._held.pop(0).update_id)
-        done = self._ranks.run("publish", number=number, version=next(_VERSIONS))
+            self._run("release", update_id=self._held.pop(0).update_id)
+        done = self._run("publish", number=number, version=next(_VERSIONS))
         (text,) = {text for text, _ in done}
         self.asked += [name for _, names in done for name in names]
         self._held.append(GroupManifest.from_json(text))
         return self._held[-1]
 
+    def _run(self, case: str, **options: Any) -> list[Any]:
+        return list(self._ranks.ask("run", case=case, **options))
+
     def damage(self, manifest: GroupManifest, rank: int, name: str) -> None:
         """Turn a byte of a tensor in the part of `rank`."""
-        self._ranks.run("damage", manifest=manifest.to_json(), rank=rank, name=name)
+        self._run("damage", manifest=manifest.to_json(), rank=rank, name=name)
 
     def told(self, manifest: GroupManifest) -> set[tuple[str, int, str]]:
         """What consumers told each rank, and all the same: worker, its rank, state."""
-        each = self._ranks.run("told", manifest=manifest.to_json())
+        each = self._run("told", manifest=manifest.to_json())
         (said,) = {frozenset(map(tuple, one)) for one in each}
         return set(said)
 
     def kill(self, rank: int) -> None:
         """Kill a rank, as it happens; the others, which miss it in all that they do, go too."""
-        self._ranks.kill(rank)
+        self._ranks.ask("kill", rank=rank)
         self.end()
 
     def end(self) -> None:
         """End all ranks: the next version comes of ranks started anew."""
-        self._ranks.kill()
+        self._ranks.ask("kill")
+
+
+@dataclass(kw_only=True)
+class Updates:
+    """Updates of a running engine by a trainer's ranks, with failures between them.
+
+    Attributes:
+        worker: what the engine's ranks are called to the trainer.
+        damaged: a tensor of the trainer's, to be damaged.
+        damage_says: what an engine rank says of it.
+        holds: which of the two sets of weights the engine has.
+
+    """
+
+    executor: RolloutExecutor
+    trainer: RealTrainer
+    worker: str
+    damaged: str
+    damage_says: str = "part of rank 3"
+    holds: int = 0
+
+    def plant(self) -> None:
+        """Let engine rank 1 fail within its next installation."""
+        raise NotImplementedError
+
+    def uproot(self) -> None:
+        """No rank fails any more."""
+        raise NotImplementedError
+
+    def check(self, what: str) -> None:
+        """The engine is idle, and answers as a fresh one that holds the same."""
+        raise NotImplementedError
+
+    def publish(self) -> GroupManifest:
+        """Publish the set that the engine does not hold."""
+        return self.trainer.publish(1 - self.holds)
+
+    def update(self) -> GroupManifest:
+        """Install the set that the engine did not hold."""
+        manifest = self.publish()
+        self.executor.update_weights(manifest)
+        self.holds = 1 - self.holds
+        return manifest
+
+    def an_engine_rank_fails(self) -> None:
+        """In the middle; the other is undone."""
+        self.plant()
+        with pytest.raises(WeightBridgeError, match=r"rank 1: .*planted"):
+            self.executor.update_weights(self.publish())
+        self.uproot()
+
+    def a_byte_goes_bad(self) -> None:
+        """In the memory of a trainer's rank."""
+        manifest = self.publish()
+        self.trainer.damage(manifest, 3, self.damaged)
+        with pytest.raises(ChecksumMismatch, match=self.damage_says):
+            self.executor.update_weights(manifest)
+
+    def a_trainer_rank_is_killed(self) -> None:
+        """Before the engine's ranks import."""
+        # Of memory that an engine rank has mapped by now it would need no publisher.
+        self.trainer.end()
+        manifest = self.publish()
+        self.trainer.kill(2)
+        with pytest.raises(WeightBridgeError, match="cannot be opened"):
+            self.executor.update_weights(manifest)
+
+    def failures(self) -> list[Callable[[], None]]:
+        """What goes wrong, in turn."""
+        return [self.an_engine_rank_fails, self.a_byte_goes_bad, self.a_trainer_rank_is_killed]
+
+    def alternate(self, times: int, failures: Sequence[Callable[[], None]] = ()) -> None:
+        """Something goes wrong and changes nothing, and an update lands; so many times."""
+        failures = failures or self.failures()
+        for turn in range(times):
+            fails = failures[turn % len(failures)]
+            fails()
+            self.check(fails.__name__)
+            manifest = self.update()
+            self.check(f"update {turn}")
+            ack = self.executor.last_ack
+            assert ack is not None
+            assert ack.proof.root == manifest.root
+            assert ack.proof.method.startswith("digest")
+            # The driver's process read nothing of it, and the trainer's ranks gathered nothing.
+            assert not {"attach", "assemble"} & ack.timings_ms.keys()
+            assert self.trainer.asked == []
+            assert self.trainer.told(manifest) == {
+                ("rollout", 0, "acknowledged"),
+                (self.worker, 0, "released"),
+                (self.worker, 1, "released"),
+            }

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -57,7 +56,7 @@ class World:
     call starts new ones.
     """
 
-    def __init__(self, size: int, tmp_path: Path, cases: str) -> None:
+    def __init__(self, size: int, tmp_path: Path | str, cases: str) -> None:
         self.size = size
         self._tmp_path = tmp_path
         self._cases = cases
@@ -90,11 +89,20 @@ class World:
     def _start(self) -> None:
         if not self._ranks:
             self._num_starts += 1
-            meeting = str(self._tmp_path / f"meeting-{self._num_starts}")
+            meeting = f"{self._tmp_path}/meeting-{self._num_starts}"
             self._ranks = [
                 Child(Rank, rank=rank, size=self.size, meeting=meeting, cases=self._cases)
                 for rank in range(self.size)
             ]
+
+    def leave(self) -> None:
+        """End the ranks in peace: one that is killed writes down nothing of what it covered."""
+        for child in self._ranks:
+            child.tell("leave")
+        for child in self._ranks:
+            child.answer()
+        assert [child.stop() for child in self._ranks] == [0] * len(self._ranks)
+        self._kill()
 
     def _kill(self) -> None:
         for child in self._ranks:
@@ -104,19 +112,9 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            for child in self._ranks:
-                child.tell("leave")
-            for child in self._ranks:
-                child.answer()
-            # In peace: a child that is killed writes down nothing of what it covered.
-            assert [child.stop() for child in self._ranks] == [0] * len(self._ranks)
+            self.leave()
         self._kill()
 
 
