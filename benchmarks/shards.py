@@ -1,7 +1,7 @@
 """Measures the shares of an engine's ranks: `python benchmarks/shards.py [--against TREE]`.
 
-Of one layer of Qwen2-7B's shape, the bytes that each rank of 2, 4 and 8 asks a transport for,
-beside those that it takes: planned as every import plans them, nothing is sent. With `--against`,
+The bytes of one layer of Qwen2-7B's shape that each rank of 2, 4 and 8 asks a transport for, beside
+those that it takes: planned as every import plans them, nothing is sent. With `--against`,
 the sources of an earlier commit (a worktree of it, with its compiled module), also updates of a
 vLLM engine of two ranks, of Qwen3-0.6B's shape: by that commit and by this one, in turn; published
 by one trainer rank, and by four, each its rows. README.md beside this file says how each figure

@@ -123,8 +123,8 @@ class Evidence:
     ) -> None:
         """Look at what expectations were made of, and note what the engine made of parameters.
 
-        Of a share, all is looked at but what of `unread` was compared when it was packed: nobody
-        has looked at the numbers of `unread` as they were imported.
+        All of a share is looked at, except tensors of `unread` that were compared when they were
+        packed: nobody has looked at the numbers of `unread` as they were imported.
         """
         made_of = self._made_of | self._lent()
         if isinstance(tensors, ImportedShare):
@@ -156,7 +156,7 @@ class Evidence:
     def check_lent(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Look once more at what was packed right out of `tensors`: the pack cannot be read.
 
-        What is good now was good when it was packed.
+        A tensor that is good now was good when it was packed.
         """
         check_sources(self._manifest, tensors, sorted(self._lent()), num_threads=self._num_threads)
 

@@ -95,10 +95,10 @@ def _last_dim(table: TensorTable, row: int) -> int:
 
 
 class GroupShare(NamedTuple):
-    """What a rank takes of a group's whole tensors."""
+    """The share of a group's whole tensors that a rank takes."""
 
     wanted: WantedLayout
-    """Of each tensor, the smallest box that holds what the rank reads of it."""
+    """The smallest box of each tensor that holds what the rank reads of it."""
     table: TensorTable
     """The boxes, as they are assembled."""
     plan: LoadPlan
@@ -106,7 +106,7 @@ class GroupShare(NamedTuple):
 
 
 def share_of(plan: LoadPlan, group: GroupManifest) -> GroupShare:
-    """What a rank takes of a group, by the plan for its whole tensors."""
+    """The share that a rank takes of a group, by the plan for its whole tensors."""
     wholes = group.layout.wholes
     shapes = {name: whole.shape for name, whole in wholes.items()}
     everything = shapes if not plan.is_followed else plan.mixed
@@ -264,7 +264,7 @@ def check_sources(
 
 
 def told_digest(share: ImportedShare, route: Route) -> bytes | None:
-    """What a part of an imported share must hold, as its leaf list tells it; None if not."""
+    """The digest that a part of an imported share must have; None if the leaf list has none."""
     table, view = share.table, route.source_view
     if not view.is_contiguous:
         return None

@@ -2,7 +2,7 @@
 
 A leaf is 128 KiB of consecutive bytes, so a reader of half of each row of a tensor would have to
 read all of it. A tensor of two or more dimensions is therefore also cut the other way: the row (its
-last dimension) into equal strips, and the rows into bands. What a strip and a band share is a
+last dimension) into equal strips, and the rows into bands. A strip and a band intersect in a
 block; its digest is XXH3-128 of its bytes, row after row. The digests of all blocks, tensor by
 tensor, band by band, strip by strip, are the *column list*: it lies behind the leaf list of an
 arena whose layout says so, and the header of the manifest has its digest.

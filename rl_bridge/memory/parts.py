@@ -3,7 +3,7 @@
 A digest covers a whole tensor, and a reader of some rows of it does not want to read the rest. The
 arena therefore ends with its leaf list (`rl_bridge.manifest.table`). The reader compares the list
 with the tensors' digests, and each leaf that it needs with the list: that proves these bytes as
-well as reading all of them would. Of a tensor of which it needs some columns, it reads and verifies
+well as reading all of them would. If it needs some columns of a tensor, it reads and verifies
 column blocks instead, by the column list (`rl_bridge.manifest.columns`), if they are fewer bytes.
 """
 
@@ -24,7 +24,7 @@ from rl_bridge.memory.passes import block_digests
 from rl_bridge.memory.vm import tensor_at
 
 _Column = npt.NDArray[np.int64]
-# What a piece of a row costs beside its bytes, in bytes: short ones are not worth reading alone.
+# The cost of a piece of a row beside its bytes, in bytes: short ones are not worth reading alone.
 _PIECE_NBYTES = 256
 
 LeafRange = tuple[int, int, int, int]
@@ -261,8 +261,8 @@ def leaves_of(
 def _in_columns(table: TensorTable, wanted: _Column) -> tuple[Blocks, _Column]:
     """Column blocks to read in place of leaves, and the pieces of rows (start, size) they are in.
 
-    Of each tensor either: the strips that some range needs, in the bands from the first that one
-    needs to the last, if these are fewer bytes than the leaves.
+    Each tensor has either: column blocks where they are fewer bytes than its leaves. They are the
+    strips that some range needs, in the bands from the first that one needs to the last.
     """
     cuts = table.column_blocks
     if not table.columns:

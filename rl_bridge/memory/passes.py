@@ -172,7 +172,7 @@ class BytePlan:
         return digests
 
     def _more_arguments(self) -> tuple[int, ...]:
-        """What else the pass is told: how the tensors are cut into columns, and where those go."""
+        """More arguments of the pass: how the tensors are cut into columns, and where those go."""
         return ()
 
     def _combine(self, table: npt.NDArray[np.uint8]) -> bytes:

@@ -199,7 +199,7 @@ class EngineSuite:
 
     @contextmanager
     def published(self) -> Iterator["Trainer"]:
-        """What publishes versions to the engine."""
+        """A trainer that publishes versions to the engine."""
         with ExitStack() as stack:
             bridges = [
                 stack.enter_context(
@@ -240,7 +240,7 @@ class EngineSuite:
                 assert done.root == done.proof.root == manifest.root
                 assert done.proof.tensors == manifest.tensor_count
                 timings = dict(done.timings_ms)
-                # Of a group, the driver attaches nothing.
+                # The driver attaches nothing of a group.
                 phases = _PHASES if self.publishers == 1 else _PHASES - {"attach"}
                 assert timings.keys() >= phases
                 assert 0 < sum(timings.values()) - timings["total"] <= timings["total"]
@@ -857,7 +857,7 @@ def _nothing() -> Iterator[None]:
 
 
 class Trainer(Protocol):
-    """What publishes for a suite."""
+    """A trainer as the suite uses it."""
 
     def publish(
         self, source: dict[str, torch.Tensor], *, weight_version: int

@@ -305,7 +305,7 @@ def test_a_publisher_whose_column_list_lies_is_refused(
     )
     with pytest.raises(ChecksumMismatch, match="in version 2: bytes"):
         columns.read()
-    # Of a whole update, the digests of its tensors decide.
+    # The digests of its tensors decide about a whole update.
     whole = columns.trainer.publish(WIDE, weight_version=3)
     assert torch.equal(columns.reader.import_update(whole)["down"], WIDE["down"])
 

@@ -47,7 +47,7 @@ class TestSmallEngineThrough(TestSmallEngine):
 
 
 class TestSmallEngineOfShards(TestSmallEngine):
-    """Of versions that two trainer ranks publish, each its shard."""
+    """Two trainer ranks publish each version, each its shard."""
 
     publishers = 2
 

@@ -116,7 +116,7 @@ class TestVLLM(EngineSuite):
 
 @FULL  # as the small engine does; and `test_from_trainers.py` has real ones
 class TestVLLMOfShards(TestVLLM):
-    """Of versions that two trainer ranks publish, each its shard."""
+    """Two trainer ranks publish each version, each its shard."""
 
     publishers = 2
     every = 8
@@ -132,7 +132,7 @@ class TestVLLMThrough(TestVLLM):
 
 @FULL
 class TestVLLMThroughOfShards(TestVLLMThrough):
-    """Of shards, written into the memory that serves."""
+    """Shards are written into the memory that serves."""
 
     publishers = 2
 

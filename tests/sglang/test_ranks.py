@@ -152,7 +152,7 @@ class TestSGLang(EngineSuite):
 
 @FULL  # as the small engine does; and `test_from_trainers.py` has real ones
 class TestSGLangOfShards(TestSGLang):
-    """Of versions that two trainer ranks publish, each its shard."""
+    """Two trainer ranks publish each version, each its shard."""
 
     publishers = 2
     every = 8

@@ -56,8 +56,8 @@ class BroadcastConsumer(ConsumerEnd):
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._clients: dict[str, tuple[ControlClient, Arrivals]] = {}
-        # What was read of the last version says what is taken of the next one, which is offered
-        # before anybody here asks for it.
+        # The next version is offered before anybody here asks for it: as much of it is taken as
+        # was read of the last one.
         self._takes_offers = True
         # A bridge that is dropped instead of closed must not go on receiving.
         self._finalizer = weakref.finalize(self, _end, os.getpid(), self._clients)
