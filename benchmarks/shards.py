@@ -1,7 +1,8 @@
 """Measures the shares of an engine's ranks: `python benchmarks/shards.py [--against TREE]`.
 
-The bytes of one layer of Qwen2-7B's shape that each rank of 2, 4 and 8 asks a transport for, beside
-those that it takes: planned as every import plans them, nothing is sent. With `--against`,
+The bytes of one layer of Qwen2-7B's shape that each rank of 2, 4 and 8 asks a transport for, and
+those that `nixl` reads over a network for it, beside those that it takes: planned as every import
+plans them, nothing is sent. With `--against`,
 the sources of an earlier commit (a worktree of it, with its compiled module), also updates of a
 vLLM engine of two ranks, of Qwen3-0.6B's shape: by that commit and by this one, in turn; published
 by one trainer rank, and by four, each its rows. README.md beside this file says how each figure
@@ -12,6 +13,7 @@ import datetime as dt
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -28,6 +30,8 @@ from rich.table import Table
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines import EngineCompat, ModelInstaller
 from rl_bridge.memory.parts import PartNeeds
+from rl_bridge.transports.nixl.messages import Leased
+from rl_bridge.transports.nixl.reading import plan_steps
 
 __all__ = ["main"]
 
@@ -99,7 +103,8 @@ class _Rank(torch.nn.Module):
 
 def _bytes_read(manifest: WeightUpdateManifest, cuts: dict[str, _Cut], ranks: int) -> Any:
     """What each of the ranks takes, and asks for."""
-    found: dict[str, list[Any]] = {"share_nbytes": [], "read_nbytes": [], "read_ranges": []}
+    names = ("share_nbytes", "read_nbytes", "read_ranges", "wire_nbytes")
+    found: dict[str, list[Any]] = {name: [] for name in names}
     for rank in range(ranks):
         model = _Rank(cuts, rank, ranks)
         found["share_nbytes"].append(sum(one.nbytes for one in model.parameters()))
@@ -107,8 +112,19 @@ def _bytes_read(manifest: WeightUpdateManifest, cuts: dict[str, _Cut], ranks: in
         assert isinstance(needs, PartNeeds)
         found["read_nbytes"].append(int(needs.read_nbytes.sum()))
         found["read_ranges"].append(len(needs.read_starts))
-    pairs = zip(found["read_nbytes"], found["share_nbytes"], strict=True)
-    return {**found, "read_vs_share": max(read / share for read, share in pairs)}
+        found["wire_nbytes"].append(_wire_nbytes(manifest.table.arena_nbytes, needs))
+    ratios = {
+        f"{what}_vs_share": max(map(truediv, found[f"{what}_nbytes"], found["share_nbytes"]))
+        for what in ("read", "wire")
+    }
+    return {**found, **ratios}
+
+
+def _wire_nbytes(nbytes: int, needs: PartNeeds) -> int:
+    """What `nixl` reads over a network of an arena of `nbytes`: also some bytes in between."""
+    arena = {"addresses": (0,), "starts": (0,), "nbytes": (nbytes,)}
+    where = Leased(update_id="0" * 32, slot=1, metadata=(), stamp=0, **arena)
+    return int(plan_steps(where, nbytes, needs.read_starts, needs.read_nbytes).nbytes.sum())
 
 
 def _plan(*, quick: bool, console: Console) -> dict[str, Any]:
@@ -219,6 +235,10 @@ def main(
         for name, behind in (("by_columns", ""), ("by_leaves", "_without_columns"))
         for ranks, found in plan[name].items()
     }
+    ratios |= {
+        f"wire_vs_share_tp{ranks}": found["wire_vs_share"]
+        for ranks, found in plan["by_columns"].items()
+    }
     updates = {}
     for what, ways in _WAYS.items():
         if against is None:
@@ -226,7 +246,7 @@ def main(
         updates[what] = _updates(against, layers, reps, console, ways)
         ratios |= _ratios_of(updates[what], what)
     aims = {"tp2_update_before_vs_now": 1.2, "sharded_update_before_vs_now": 1.5}
-    aims |= {f"read_vs_share_tp{ranks}": aim for ranks, aim in _AIMS.items()}
+    aims |= {f"{what}_vs_share_tp{n}": aim for n, aim in _AIMS.items() for what in ("read", "wire")}
     document = {
         "format": 1,
         "began": began.isoformat(timespec="seconds"),

@@ -63,6 +63,17 @@ def test_a_publisher_cannot_have_more_written_than_the_arena(
         plan_steps(leased(*ranges), ARENA, starts, nbytes)
 
 
+def test_over_a_network_few_bytes_between_ranges_are_read_besides_the_closest_first() -> None:
+    gaps = np.array([64, 4096, 1792, 5000, *[1024] * 96])
+    nbytes = np.full(len(gaps) + 1, 3200)
+    starts = np.cumsum([0, *nbytes[:-1] + gaps])
+    asked, far = int(nbytes.sum()), [64, *[1024] * 9]  # 10,100 bytes are a 32nd part
+    for is_local, joined in ((False, far), (True, [*gaps[:3], *gaps[4:]])):
+        steps = plan_steps(leased((0, ARENA)), ARENA, starts, nbytes, is_local=is_local)
+        assert int(steps.nbytes.sum()) == asked + sum(joined)
+        assert len(steps.nbytes) == len(nbytes) - len(joined)
+
+
 def test_bytes_between_two_ranges_are_not_read_with_targets() -> None:
     starts, nbytes = np.array([64, 256, 2 * STEP_NBYTES - 4096]), np.array([100, 300, 8192])
     targets = np.array([5000, 0, 8192])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,12 @@ class Source:
         if found is None:
             nbytes = request.manifest.table.arena_nbytes
             steps = plan_steps(
-                leased, nbytes, request.starts, request.nbytes, targets=request.targets
+                leased,
+                nbytes,
+                request.starts,
+                request.nbytes,
+                targets=request.targets,
+                is_local=ip_address(self.client.endpoint.address).is_loopback,
             )
             rows = _rows(steps.addresses, steps.nbytes, leased.device)
             made = None

@@ -28,6 +28,9 @@ _MAX_ROWS = 1024
 # Ranges closer to each other than this are read as one: the bytes between cost less than a
 # descriptor of their own.
 _NEAR_NBYTES = 4096
+# Over a network, so much of what is asked for may be read besides, between ranges: the closest are
+# joined first. Its other readers wait for these bytes, too.
+_MOST_BETWEEN = 1 / 32
 # Reads under way at a time: the next reads wait at the publisher while one is digested here.
 _WINDOW = 4
 
@@ -61,6 +64,7 @@ def plan_steps(
     nbytes: _Column | None,
     *,
     targets: _Column | None = None,
+    is_local: bool = False,
 ) -> Steps:
     """Cut a request into reads.
 
@@ -70,6 +74,7 @@ def plan_steps(
         starts: first byte of each range that is asked for; None: everything.
         nbytes: size of each range.
         targets: where each range goes in another arena; None: to the same place.
+        is_local: whether no network lies in between.
 
     Raises:
         MalformedManifest: the publisher's ranges do not lie in the arena.
@@ -92,7 +97,10 @@ def plan_steps(
         source = np.arange(len(at))
     else:
         # With targets, the bytes between two ranges would land on other ranges: do not join.
-        first, last = _joined(starts, nbytes) if targets is None else (starts, starts + nbytes)
+        most = np.inf if is_local else _MOST_BETWEEN * nbytes.sum()
+        first, last = starts, starts + nbytes
+        if targets is None:
+            first, last = _joined(first, last, most)
         low, high, source = _inside(first, last, at, ends)
     low, high, source = _split(low, high, source)
     rows = address[source] + (low - at[source]).astype(np.uint64)
@@ -105,12 +113,15 @@ def plan_steps(
     return Steps(places, rows, high - low, cuts, marks)
 
 
-def _joined(starts: _Column, nbytes: _Column) -> tuple[_Column, _Column]:
-    """Join ranges that are near each other."""
+def _joined(starts: _Column, ends: _Column, most: float) -> tuple[_Column, _Column]:
+    """Join ranges that are near each other, with at most so many bytes between them."""
     if not len(starts):
-        return starts, starts
-    ends = starts + nbytes
-    begins = np.flatnonzero(np.concatenate(([True], starts[1:] - ends[:-1] > _NEAR_NBYTES)))
+        return starts, ends
+    between = starts[1:] - ends[:-1]
+    order = np.argsort(between, kind="stable")
+    is_apart = between > _NEAR_NBYTES
+    is_apart[order] |= np.cumsum(between[order]) > most
+    begins = np.flatnonzero(np.concatenate(([True], is_apart)))
     lasts = np.concatenate((begins[1:], [len(starts)])) - 1
     return starts[begins], ends[lasts]
 
