@@ -14,7 +14,7 @@ import torch
 
 from rl_bridge.bridge.consumer import ImportedShare
 from rl_bridge.engines.load_checks import equal_copies
-from rl_bridge.engines.load_plan import Fill, LoadPlan, Route, kinds_of
+from rl_bridge.engines.load_plan import Fill, LoadPlan, Route
 from rl_bridge.engines.shards import (
     check_sources,
     digest_of,
@@ -52,7 +52,6 @@ class Evidence:
         self._num_threads = num_threads
         # What parts must hold, each in the dtype in which the engine keeps it.
         self._expected: dict[tuple[Route, torch.dtype], bytes] = {}
-        self._dtypes = {name: dtype for name, (dtype, _) in kinds_of(manifest).items()}
         self._made_of: set[str] = set()  # tensors of the update that expectations were made of
         self._rows: dict[int, bytes] = {}
         # Position of a target that was packed -> bytes that were read of it, or lent to it.
@@ -73,16 +72,15 @@ class Evidence:
                 "version of rl_bridge in the engine's environment and in the executor's."
             )
             raise ProofFailed(msg)
-        keys = ((route, self._dtypes[route.source]) for route in routes)
+        keys = ((route, self._plan.dtypes[route.source]) for route in routes)
         self._expected = dict(zip(keys, parts, strict=True))
 
     def expect_of(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Note what parts must hold: as verified leaves tell it, or made of the imported bytes."""
         wanted: list[tuple[Route, torch.dtype]] = []
-        for route in self._plan.routes():
-            given = self._dtypes[route.source]
-            dtypes = self._held_dtypes(route)
-            if isinstance(tensors, ImportedShare) and dtypes == {given} and not route.is_whole:
+        for route, dtypes in self._plan.untold:
+            given = self._plan.dtypes[route.source]
+            if isinstance(tensors, ImportedShare) and dtypes == {given}:
                 told = told_digest(tensors, route)
                 if told is not None:
                     self._expected[route, given] = told
@@ -97,11 +95,6 @@ class Evidence:
         found = digests_of(made(), num_threads=self._num_threads)
         self._expected |= dict(zip(wanted, found, strict=True))
         self._made_of = {route.source for route, _ in wanted}
-
-    def _held_dtypes(self, route: Route) -> set[torch.dtype]:
-        """The dtypes in which a parameter is read: as it is assembled, and as it serves."""
-        target = self._plan.targets[route.target]
-        return {target.meta.dtype, target.kept_dtype or target.meta.dtype}
 
     def add(self, assembled: Assembled) -> None:
         """Look at a parameter that is packed away next: later it cannot be read."""
@@ -242,7 +235,7 @@ class Evidence:
         name = self._plan.targets[index].name
         parts = []
         for step in self._routes(index):
-            if step.is_whole and self._dtypes[step.source] == memory.dtype:
+            if step.is_whole and self._plan.dtypes[step.source] == memory.dtype:
                 expected = digest_of(self._manifest, step.source)
             else:
                 expected = self._expected[step, memory.dtype]

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from rl_bridge.engines.load_plan import Kinds, LoadPlan, Route, View
+from rl_bridge.engines.load_plan import Kinds, LoadPlan
 from rl_bridge.engines.shards import digest_of
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.installers.engine_memory import prefix_hint
@@ -24,6 +24,9 @@ _PAIRS = getattr(torch, "float4_e2m1fn_x2", None)
 
 # Elements that one thread looks at in a call: large beside the cost of the call.
 _PIECE = 4 << 20
+# Tensors of so few elements are looked at together: the calls would cost more than the look.
+_SMALL = 1 << 10
+_TOGETHER = 64
 
 
 def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
@@ -31,26 +34,20 @@ def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
 
     As where an engine ties its head to its embeddings, and the trainer does not.
     """
-    for index, steps in plan.steps.items():
-        first: dict[View, str] = {}
-        for step in steps:
-            if not isinstance(step, Route):
-                continue
-            name = first.setdefault(step.target_view, step.source)
-            if digest_of(manifest, name) != digest_of(manifest, step.source):
-                msg = (
-                    f"tensors {name!r} and {step.source!r} both go to the engine's parameter "
-                    f"{plan.targets[index].name!r}, expected the same bytes in both, got different "
-                    "ones. Publish the model that the engine serves: tied as it ties them."
-                )
-                raise IncompatibleUpdate(msg)
+    for route, name in plan.rivals:
+        if digest_of(manifest, name) != digest_of(manifest, route.source):
+            msg = (
+                f"tensors {name!r} and {route.source!r} both go to the engine's parameter "
+                f"{plan.targets[route.target].name!r}, expected the same bytes in both, got "
+                "different ones. Publish the model that the engine serves: tied as it ties them."
+            )
+            raise IncompatibleUpdate(msg)
 
 
 def check_taken(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
     """Refuse tensors that the loader puts nowhere, except those whose bytes are there already."""
-    rows = manifest.table.rows
     found = equal_copies(plan, manifest)
-    lost = [name for name in rows if name not in plan.taken and name not in found]
+    lost = [name for name in _lost(plan, manifest) if name not in found]
     if not lost:
         return
     kinds = {_kind(manifest, name) for name in lost}
@@ -72,8 +69,7 @@ def asks_for_bytes(plan: LoadPlan, group: GroupManifest) -> bool:
     if group.is_unsharded_root:
         return False
     tied = {_kind(group, name) for name in _tied(plan)}
-    lost = (name for name in group.table.rows if name not in plan.taken)
-    return any(_kind(group, name) in tied for name in lost)
+    return any(_kind(group, name) in tied for name in _lost(plan, group))
 
 
 def equal_copies(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, str]:
@@ -83,8 +79,7 @@ def equal_copies(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, st
     Some engines have no layer for a head that they tie, but compute with their embedding: under
     the head's name the update may hold the embedding's tensor itself.
     """
-    rows = manifest.table.rows
-    lost = [name for name in rows if name not in plan.taken]
+    rows, lost = manifest.table.rows, _lost(plan, manifest)
     if not lost:  # as in nearly every update
         return {}
     alike: dict[object, str] = {
@@ -100,6 +95,11 @@ def equal_copies(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, st
         other = alike.get((_kind(manifest, name), digest_of(manifest, name)))
         found[name] = alike.get(rows[name]) if other is None else other
     return {name: other for name, other in found.items() if other is not None}
+
+
+def _lost(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[str]:
+    """Tensors that the loader puts nowhere."""
+    return sorted(manifest.table.rows.keys() - plan.taken)
 
 
 def _tied(plan: LoadPlan) -> list[str]:
@@ -128,15 +128,10 @@ def check_dtypes(plan: LoadPlan, kinds: Kinds, remedy: str = "") -> None:
 
 def check_casts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse numbers that are finite in an update and not in the engine's dtype."""
-    wanted = dict.fromkeys(
-        (route.source, plan.targets[route.target].meta.dtype) for route in plan.routes()
-    )
-    for name, dtype in wanted:
+    for name, dtype in plan.casts:
         parts = [part for part in plan.parts(name, tensors[name]) if part.numel()]
-        kind = tensors[name].dtype
-        if kind == dtype or not parts:
-            continue
-        if not (kind.is_floating_point and dtype.is_floating_point):
+        is_rounded = plan.dtypes[name].is_floating_point and dtype.is_floating_point
+        if not (parts and is_rounded):
             continue
         # (torch cannot compare float8. Rounding keeps the order: the ends tell for all.)
         found = [torch.stack(torch.aminmax(_comparable(part))) for part in parts]
@@ -176,28 +171,53 @@ def check_finite(
 
 
 def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    if not tensor.numel() or not tensor.is_floating_point() or tensor.dtype is _PAIRS:
+    if not tensor.is_floating_point() or tensor.dtype is _PAIRS:
         return ()
-    return torch.split(tensor.view(-1), _PIECE) if tensor.is_contiguous() else (tensor,)
+    if tensor.numel() <= _PIECE or not tensor.is_contiguous():
+        return (tensor,) if tensor.numel() else ()
+    return torch.split(tensor.view(-1), _PIECE)
 
 
-def _suspects(pieces: list[tuple[str, torch.Tensor]], num_threads: int) -> Iterator[str]:
+_Pieces = list[tuple[str, torch.Tensor]]
+
+
+def _suspects(pieces: _Pieces, num_threads: int) -> Iterator[str]:
     """Names of tensors whose sums are not finite.
 
     NaN and Inf stay in a sum, which takes half as long as a look at each number; but a sum of
     finite numbers may be too large for its dtype.
     """
+    batches = list(_batches(pieces))
     # Where torch has threads of its own it uses them within each sum.
-    if len(pieces) == 1 or num_threads == 1 or torch.get_num_threads() > 1:
-        yield from (name for name, piece in pieces if not _is_finite(piece))
-        return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="rl_bridge-finite") as pool:
-        found = list(pool.map(_is_finite, [piece for _, piece in pieces]))
-    yield from (name for (name, _), fine in zip(pieces, found, strict=True) if not fine)
+    if len(batches) == 1 or num_threads == 1 or torch.get_num_threads() > 1:
+        found = list(map(_are_finite, batches))
+    else:
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="rl_bridge-finite") as pool:
+            found = list(pool.map(_are_finite, batches))
+    for batch, fine in zip(batches, found, strict=True):
+        if not fine:
+            yield from (one[0] for one in batch if len(batch) == 1 or not _are_finite([one]))
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(_comparable(tensor).sum().isfinite())
+def _batches(pieces: _Pieces) -> Iterator[_Pieces]:
+    """What is summed in one go: one piece, or small ones of one kind."""
+    small: dict[object, _Pieces] = {}
+    for name, piece in pieces:
+        if piece.numel() > _SMALL:
+            yield [(name, piece)]
+            continue
+        batch = small.setdefault((piece.dtype, piece.device), [])
+        batch.append((name, piece))
+        if len(batch) == _TOGETHER:
+            yield batch.copy()
+            batch.clear()
+    yield from filter(None, small.values())
+
+
+def _are_finite(batch: _Pieces) -> bool:
+    flat = [_comparable(piece).reshape(-1) for _, piece in batch]
+    joined = flat[0] if len(flat) == 1 else torch.cat(flat)
+    return bool(joined.sum().isfinite())
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:

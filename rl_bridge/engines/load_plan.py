@@ -13,7 +13,9 @@ no more than the weights in two bytes do, however large a vocabulary is.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,7 +131,7 @@ def _digits(offset: int, strides: Sequence[int]) -> list[int]:
     return digits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Route:
     """Part of a tensor of the update -> part of a parameter."""
 
@@ -152,9 +154,22 @@ class Fill:
     """The tensor that was loaded when it was written: without it, it is not."""
 
 
-@dataclass(slots=True)
+class Copy(NamedTuple):
+    """Bytes of a tensor of the update that lie in a parameter as they lie there."""
+
+    source: str
+    source_offset: int
+    target_offset: int
+    nbytes: int
+
+
+@dataclass
 class LoadPlan:
-    """What a loader does with the tensors of one layout."""
+    """What a loader does with the tensors of one layout.
+
+    What follows from it is computed once, when it is first asked for: updates of one layout, of
+    which there may be tens of thousands of tensors, take what is there.
+    """
 
     targets: Sequence[Target]  # the parameters that it writes and those that it does not
     # Position of a target -> what is written into it, in the loader's order.
@@ -167,22 +182,83 @@ class LoadPlan:
     # Names of the tensors of which computed targets and buffers are made.
     mixed: frozenset[str] = frozenset()
     is_followed: bool = True  # else nothing is known of what the loader does
-    # Name -> what is read of that tensor.
-    _views: dict[str, dict[View, None]] = field(default_factory=dict)
+    # Dtypes of the update's tensors, by name.
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
-    def routes(self) -> Iterator[Route]:
-        """Go over all copies."""
-        for steps in self.steps.values():
-            yield from (step for step in steps if isinstance(step, Route))
+    @cached_property
+    def _routes(self) -> list[Route]:
+        return [step for steps in self.steps.values() for step in steps if isinstance(step, Route)]
+
+    def routes(self) -> Sequence[Route]:
+        """All copies, in the loader's order within each target."""
+        return self._routes
+
+    @cached_property
+    def _views(self) -> dict[str, dict[View | None, None]]:
+        """Name -> what is read of that tensor; None: all of it."""
+        views: dict[str, dict[View | None, None]] = {}
+        for route in self.routes():
+            read = None if route.is_whole else route.source_view.once()
+            views.setdefault(route.source, {})[read] = None
+        return views
 
     def parts(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a tensor of the update that the plan reads: `tensor` itself, or views."""
         if name in self.mixed or not self.is_followed:
             return [tensor]
-        if not self._views:
-            for route in self.routes():
-                self._views.setdefault(route.source, {})[route.source_view.once()] = None
-        return [view.of(tensor) for view in self._views.get(name, ())]
+        views = self._views.get(name, ())
+        return [tensor if view is None else view.of(tensor) for view in views]
+
+    @cached_property
+    def rivals(self) -> list[tuple[Route, str]]:
+        """Copies to the very place of another tensor's, and the name of that one."""
+        first: dict[tuple[int, View], str] = {}
+        for route in self.routes():
+            first.setdefault((route.target, route.target_view), route.source)
+        others = ((route, first[route.target, route.target_view]) for route in self.routes())
+        return [(route, other) for route, other in others if route.source != other]
+
+    @cached_property
+    def casts(self) -> dict[tuple[str, torch.dtype], None]:
+        """Tensors that are loaded in another dtype, and that dtype."""
+        pairs = ((route.source, self.targets[route.target].meta.dtype) for route in self.routes())
+        return dict.fromkeys(pair for pair in pairs if self.dtypes[pair[0]] != pair[1])
+
+    @cached_property
+    def untold(self) -> list[tuple[Route, set[torch.dtype]]]:
+        """Copies of which the update's digests say nothing, in the dtypes in which they are read.
+
+        A parameter is read as it is assembled, and as it serves.
+        """
+        untold = []
+        for route in self.routes():
+            target = self.targets[route.target]
+            dtypes = {target.meta.dtype, target.kept_dtype or target.meta.dtype}
+            if not route.is_whole or dtypes != {self.dtypes[route.source]}:
+                untold.append((route, dtypes))
+        return untold
+
+    @cached_property
+    def copies(self) -> dict[int, list[Copy]]:
+        """Position of a target -> its copies, if it takes nothing but bytes as they lie."""
+        found = {index: self._copies_of(index) for index in self.steps}
+        return {index: copies for index, copies in found.items() if copies is not None}
+
+    def _copies_of(self, index: int) -> list[Copy] | None:
+        copies, meta = [], self.targets[index].meta
+        item = meta.element_size()
+        for step in self.steps[index]:
+            if not isinstance(step, Route) or self.dtypes[step.source] != meta.dtype:
+                return None
+            of, to = step.source_view, step.target_view
+            if not (of.is_contiguous and to.is_contiguous):
+                return None
+            copies.append(Copy(step.source, of.offset * item, to.offset * item, to.numel * item))
+        copies.sort(key=lambda copy: copy.target_offset)
+        for copy, following in pairwise(copies):
+            if copy.target_offset + copy.nbytes > following.target_offset:
+                return None  # what comes last counts
+        return copies
 
     def unfollowed(self) -> frozenset[str]:
         """Full names of the parameters and buffers whose content the steps do not tell."""
@@ -388,6 +464,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             computed=frozenset(self._computed),
             buffers=frozenset(buffers.values()),
             mixed=frozenset(taken),
+            dtypes={name: tensor.dtype for name, tensor in self._sources.items()},
         )
         sources = {route.source for route in plan.routes()}
         plan.taken = frozenset(taken | sources | self._padded)

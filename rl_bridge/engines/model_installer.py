@@ -9,7 +9,7 @@ engine supplies what is its own: see `EngineCompat` and the overridable steps.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -418,7 +418,7 @@ class ModelInstaller(TransactionalAdapter):
 
             def admit(noted: LoadPlan, nbytes: int) -> None:
                 self._way(noted, manifest, is_here=is_here)
-                check_budget({LEARNING: Need(nbytes)}, self._budget, manifest.weight_version)
+                check_budget([(LEARNING, Need(nbytes))], self._budget, manifest.weight_version)
 
             plan = self._learned(kinds, admit)
             if self._num_ranks == 1:
@@ -440,15 +440,17 @@ class ModelInstaller(TransactionalAdapter):
             IncompatibleUpdate: an undo would not bring back what this update writes to.
 
         """
-        needs = {}
         reason = self._why_not_exchange(plan) if is_here else "the engine's own loader brings it"
-        if reason is None and self._chosen != "through":
-            needs[BESIDE] = self._beside_need(plan)
-        if is_here and (reason is not None or self._chosen != "beside"):
-            needs[THROUGH] = self._through_need(plan)
-        if not is_here:
-            needs[COPYING] = Need(0 if self._snapshot is not None else self._copy_nbytes(plan))
-        way = check_budget(needs, self._budget, manifest.weight_version)
+
+        def ways() -> Iterator[tuple[str, Need]]:
+            if reason is None and self._chosen != "through":
+                yield BESIDE, self._beside_need(plan)
+            if is_here and (reason is not None or self._chosen != "beside"):
+                yield THROUGH, self._through_need(plan)
+            if not is_here:
+                yield COPYING, Need(0 if self._snapshot is not None else self._copy_nbytes(plan))
+
+        way, nbytes = check_budget(ways(), self._budget, manifest.weight_version)
         has_copy = self._snapshot is not None
         if way != BESIDE and (
             self._exchange.is_begun or (self._begun and not is_here and not has_copy)
@@ -461,7 +463,7 @@ class ModelInstaller(TransactionalAdapter):
             raise IncompatibleUpdate(msg)
         if reason is not None:
             _LOG.debug("nothing is staged beside what serves: %s", reason)
-        return way, needs[way].nbytes
+        return way, nbytes
 
     def _beside_need(self, plan: LoadPlan) -> Need:
         lives = [plan.targets[index].live for index in plan.steps]

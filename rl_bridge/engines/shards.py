@@ -130,7 +130,7 @@ def share_of(plan: LoadPlan, group: GroupManifest) -> GroupShare:
         index: [in_box(step) if isinstance(step, Route) else step for step in found]
         for index, found in plan.steps.items()
     }
-    boxed = replace(plan, steps=steps, taken=frozenset(boxes), _views={})
+    boxed = replace(plan, steps=steps, taken=frozenset(boxes))
     table = TensorTable.pack({name: (wholes[name].dtype, size) for name, size in sizes.items()})
     return GroupShare(WantedLayout(wanted), table, boxed)
 
@@ -219,7 +219,10 @@ def _batches(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _digests(parts: Sequence[torch.Tensor], *, num_threads: int | None) -> Iterator[bytes]:
-    plain = [part.detach().cpu().contiguous() for part in parts]
+    plain = [
+        part if part.is_cpu and part.is_contiguous() else part.detach().cpu().contiguous()
+        for part in parts
+    ]
     sizes = np.array([part.nbytes for part in plain], np.uint64)
     addresses = np.array([part.data_ptr() for part in plain], np.uint64)
     found = BytePlan(sizes).digest(addresses, num_threads=num_threads)

@@ -114,8 +114,8 @@ class Target:
 
     def serving(self) -> torch.Tensor:
         """The parameter that the engine computes with."""
-        live = self.live
-        if live is None or any(user.live is not live for user in self.users):
+        live, *others = (user.live for user in self.users)
+        if live is None or any(other is not live for other in others):
             msg = (
                 f"parameter {self.name!r}: {[user.name for user in self.users]} no longer share "
                 "one tensor. Start a fresh engine."

@@ -11,19 +11,18 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
 
-from rl_bridge.engines.load_plan import LoadPlan, Route
+from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.skeleton import Target
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.tensors import not_plain
-from rl_bridge.memory.views import anonymous_pin, tensor_in
+from rl_bridge.memory.views import ImportedTensors, anonymous_pin, tensor_in
 
 _LOG = logging.getLogger(__name__)
 
@@ -191,8 +190,10 @@ def is_alone(live: torch.Tensor) -> bool:
     On an accelerator a captured graph knows the address, which nobody counts; nor does anybody
     count the processes that map shared memory.
     """
-    if live.device.type != "cpu" or live.is_shared():  # type: ignore[no-untyped-call]  # torch has no types here
+    storage = live.untyped_storage()
+    if storage.device.type != "cpu" or storage.is_shared():
         return False
+    del storage  # which would count
     return not _is_looked_at(live)
 
 
@@ -243,8 +244,13 @@ class Need(NamedTuple):
     device: torch.device = torch.device("cpu")
 
 
-def check_budget(needs: Mapping[str, Need], budget: int | None, version: int) -> str:
+def check_budget(
+    needs: Iterable[tuple[str, Need]], budget: int | None, version: int
+) -> tuple[str, int]:
     """Choose the first that fits of what would do, by the memory that each takes.
+
+    Returns:
+        What it is, and the bytes that it takes.
 
     Raises:
         WeightBridgeUnavailableError: the machine has not enough for any of them just now.
@@ -252,10 +258,10 @@ def check_budget(needs: Mapping[str, Need], budget: int | None, version: int) ->
 
     """
     told = []
-    for what, need in needs.items():
+    for what, need in needs:
         given = _available(need.device) if budget is None else budget
         if given is None or need.nbytes <= given:
-            return what
+            return what, need.nbytes
         whose = "the machine has" if budget is None else "memory_budget_nbytes allows"
         told.append(f"{what} takes {need.nbytes} bytes more, {whose} {given}")
     msg = f"version {version}: {'; '.join(told)}. Free memory, or give the engine's caches less."
@@ -282,9 +288,10 @@ def assemble(
 ) -> None:
     """Write parameters into memory, by position: what is copied as it lies in one pass."""
     copies: list[tuple[int, int, int]] = []
+    addresses = _addresses_of(plan, tensors, memory)
     with torch.no_grad():
         for index, room in memory.items():
-            found = _plain_copies(plan, index, tensors, room)
+            found = _plain_copies(plan, index, addresses, room)
             if found is None:
                 plan.assemble(index, tensors, room)
             else:
@@ -294,28 +301,38 @@ def assemble(
         BytePlan(sizes).copy(sources, targets, num_threads=num_threads)
 
 
+def _addresses_of(
+    plan: LoadPlan, tensors: Mapping[str, torch.Tensor], targets: Iterable[int]
+) -> Mapping[str, int]:
+    """Name -> first byte of each tensor that is copied as it lies, and can be."""
+    if isinstance(tensors, ImportedTensors) and tensors.device.type == "cpu":
+        found, table = tensors.addresses.tolist(), tensors.table
+        return {name: found[row] for name, row in table.rows.items()}
+    names = {copy.source for index in targets for copy in plan.copies.get(index, ())}
+    given = ((name, tensors[name]) for name in names)
+    return {
+        name: tensor.data_ptr()
+        for name, tensor in given
+        if tensor.is_contiguous()
+        and tensor.dtype == plan.dtypes[name]
+        and not_plain(tensor) is None
+    }
+
+
 def _plain_copies(
-    plan: LoadPlan, index: int, tensors: Mapping[str, torch.Tensor], memory: torch.Tensor
+    plan: LoadPlan, index: int, addresses: Mapping[str, int], memory: torch.Tensor
 ) -> list[tuple[int, int, int]] | None:
     """Source, target and size of each copy; None where a parameter takes more than such copies."""
-    if not_plain(memory) is not None:
+    copies = plan.copies.get(index)
+    if copies is None or not_plain(memory) is not None:
         return None
-    copies, itemsize = [], memory.element_size()
-    for step in plan.steps[index]:
-        if not isinstance(step, Route):
-            return None
-        source, (of, to) = tensors[step.source], (step.source_view, step.target_view)
-        if not (of.is_contiguous and to.is_contiguous and source.is_contiguous()):
-            return None
-        if source.dtype != memory.dtype or not_plain(source) is not None:
-            return None
-        start = memory.data_ptr() + to.offset * itemsize
-        copies.append((source.data_ptr() + of.offset * itemsize, start, to.numel * itemsize))
-    copies.sort(key=lambda copy: copy[1])
-    for (_, start, nbytes), (_, following, _) in pairwise(copies):
-        if start + nbytes > following:
-            return None  # what comes last counts
-    return copies
+    if memory.dtype != plan.targets[index].meta.dtype:
+        return None
+    start = memory.data_ptr()
+    try:
+        return [(addresses[name] + at, start + to, nbytes) for name, at, to, nbytes in copies]
+    except KeyError:
+        return None
 
 
 # ---- the exchange -------------------------------------------------------------------------------

@@ -283,7 +283,7 @@ class VLLMReloadAdapter(ModelInstaller):
         needed = manifest.total_nbytes  # the layers that vLLM makes anew
         if self._before is None:
             needed += ModelSnapshot(self._model).nbytes
-        way = check_budget({BESIDE: Need(needed)}, self._budget, manifest.weight_version)
+        way, _ = check_budget([(BESIDE, Need(needed))], self._budget, manifest.weight_version)
         return way, needed
 
     def _learned(self, kinds: Kinds, admit: Callable[[LoadPlan, int], None]) -> LoadPlan:
