@@ -277,7 +277,11 @@ class Untouched:
     """The parameters and buffers that no update writes: they must stay as they are."""
 
     def __init__(
-        self, model: torch.nn.Module, written: Iterable[torch.Tensor], *, num_threads: int | None
+        self,
+        every: Mapping[str, torch.Tensor],
+        written: Iterable[torch.Tensor],
+        *,
+        num_threads: int | None,
     ) -> None:
         """Digest them as they are now."""
         # By storage: where a parameter is written in place, its views change with it.
@@ -285,7 +289,7 @@ class Untouched:
         self._num_threads = num_threads
         self._tensors = {
             name: tensor
-            for name, tensor in _tensors(model)
+            for name, tensor in every.items()
             if tensor.numel() and not tensor.is_meta and _storage(tensor) not in storages
         }
         self._digests = self._read()
@@ -303,17 +307,14 @@ class Untouched:
 class Places:
     """Which tensor objects a model has, and in which memory: an undo must lead back to them."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, every: Mapping[str, torch.Tensor]) -> None:
         """Note them as they are now."""
         self._model = model
-        self._before = self._look()
-
-    def _look(self) -> dict[str, object]:
-        return {name: (id(tensor), tensor_key(tensor)) for name, tensor in _tensors(self._model)}
+        self._before = _looked_at(every)
 
     def check(self) -> None:
         """Look again."""
-        now, before = self._look(), self._before
+        now, before = _looked_at(dict(tensors_of(self._model))), self._before
         lost = sorted(name for name in now.keys() | before if now.get(name) != before.get(name))
         if lost:
             msg = (
@@ -332,7 +333,12 @@ def _attributes(staged: Staged) -> dict[str, torch.Tensor]:
     }
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _looked_at(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    return {name: (id(tensor), tensor_key(tensor)) for name, tensor in tensors.items()}
+
+
+def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a model, by full name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 

@@ -170,6 +170,12 @@ def check_finite(
             raise IncompatibleUpdate(msg)
 
 
+def are_finite(tensors: Iterable[torch.Tensor], *, num_threads: int | None) -> bool:
+    """Whether no number is NaN or Inf; False also if only each tensor by itself would tell."""
+    pieces = [("", piece) for tensor in tensors for piece in _pieces(tensor)]
+    return all(_found(list(_batches(pieces)), num_threads or default_threads()))
+
+
 def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     if not tensor.is_floating_point() or tensor.dtype is _PAIRS:
         return ()
@@ -188,15 +194,17 @@ def _suspects(pieces: _Pieces, num_threads: int) -> Iterator[str]:
     finite numbers may be too large for its dtype.
     """
     batches = list(_batches(pieces))
+    for batch, fine in zip(batches, _found(batches, num_threads), strict=True):
+        if not fine:
+            yield from (one[0] for one in batch if len(batch) == 1 or not _is_finite([one]))
+
+
+def _found(batches: list[_Pieces], num_threads: int) -> list[bool]:
     # Where torch has threads of its own it uses them within each sum.
     if len(batches) == 1 or num_threads == 1 or torch.get_num_threads() > 1:
-        found = list(map(_are_finite, batches))
-    else:
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="rl_bridge-finite") as pool:
-            found = list(pool.map(_are_finite, batches))
-    for batch, fine in zip(batches, found, strict=True):
-        if not fine:
-            yield from (one[0] for one in batch if len(batch) == 1 or not _are_finite([one]))
+        return list(map(_is_finite, batches))
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="rl_bridge-finite") as pool:
+        return list(pool.map(_is_finite, batches))
 
 
 def _batches(pieces: _Pieces) -> Iterator[_Pieces]:
@@ -214,7 +222,7 @@ def _batches(pieces: _Pieces) -> Iterator[_Pieces]:
     yield from filter(None, small.values())
 
 
-def _are_finite(batch: _Pieces) -> bool:
+def _is_finite(batch: _Pieces) -> bool:
     flat = [_comparable(piece).reshape(-1) for _, piece in batch]
     joined = flat[0] if len(flat) == 1 else torch.cat(flat)
     return bool(joined.sum().isfinite())

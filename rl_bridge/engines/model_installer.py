@@ -16,8 +16,9 @@ from dataclasses import replace
 import torch
 
 from rl_bridge.assembly.wanted import WantedLayout
-from rl_bridge.engines.evidence import Evidence, Places, Untouched
+from rl_bridge.engines.evidence import Evidence, Places, Untouched, tensors_of
 from rl_bridge.engines.load_checks import (
+    are_finite,
     asks_for_bytes,
     check_casts,
     check_dtypes,
@@ -175,7 +176,8 @@ class ModelInstaller(TransactionalAdapter):
             if target.meta.numel()
         ]
         assemble(plan, tensors, staged.memory, num_threads=self._num_threads)
-        return frozenset()
+        is_fine = are_finite(staged.memory.values(), num_threads=self._num_threads)
+        return plan.taken if is_fine else frozenset()
 
     def _through_nbytes(self, plan: LoadPlan) -> int:
         """Bytes that it takes to write a version through, beside the imported tensors."""
@@ -291,16 +293,13 @@ class ModelInstaller(TransactionalAdapter):
         """The model is written from now on: `undo` brings it back."""
         assert self._plan is not None
         users = (u for index in self._plan.steps for u in self._plan.targets[index].users)
-        written = [user.live for user in users]
+        written = [live for user in users if (live := user.live) is not None]
         written += [] if self._staged is None else [c.live for c in self._staged.tensors]
+        every = dict(tensors_of(self._model))
         if not self._has_begun:
-            self._places = Places(self._model)
+            self._places = Places(self._model, every)
         self._has_begun = True
-        self._untouched = Untouched(
-            self._model,
-            [tensor for tensor in written if tensor is not None],
-            num_threads=self._num_threads,
-        )
+        self._untouched = Untouched(every, written, num_threads=self._num_threads)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
         """Exchange, or write it layer by layer. Prepares by itself where it must."""

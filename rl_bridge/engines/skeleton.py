@@ -9,6 +9,7 @@ itself goes on serving.
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MethodType
 from typing import Any
 
@@ -89,7 +90,7 @@ class User:
         return self.module._parameters.get(self.leaf)  # noqa: SLF001 - torch has no other way in
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Target:
     """One parameter, as checkpoints load it."""
 
@@ -135,7 +136,7 @@ class Target:
         """Where the engine keeps it."""
         return torch.device("cpu") if self.live is None else self.live.device
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Memory that it takes, as it is loaded."""
         if not self.meta.numel():

@@ -119,7 +119,7 @@ def test_what_was_not_derived_anew_is_found_and_undone(
 
         monkeypatch.setattr(kind, "process_weights_after_loading", forgets)
     else:  # as vLLM's own reload does: it copies unpacked weights over packed ones
-        monkeypatch.setattr(reload, "make_ready", lambda _: None)
+        monkeypatch.setattr(reload, "make_ready", lambda *_: None)
     with pytest.raises(ProofFailed, match="is not what vLLM makes of this version's weights"):
         executor.update_weights(trainer.publish(served.weights[1]))
     monkeypatch.undo()

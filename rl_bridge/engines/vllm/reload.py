@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rl_bridge.engines.evidence import Untouched
+from rl_bridge.engines.evidence import Untouched, tensors_of
 from rl_bridge.engines.load_checks import check_casts, check_finite, check_taken
 from rl_bridge.engines.load_plan import Kinds, LoadPlan, learn
 from rl_bridge.engines.model_installer import ModelInstaller, Tensors
@@ -344,7 +344,9 @@ class VLLMReloadAdapter(ModelInstaller):
         for layer in self._model.modules():
             if self._compat.unsupported(layer) is not None:
                 free += layer.buffers()
-        self._untouched = Untouched(self._model, free, num_threads=self._num_threads)
+        self._untouched = Untouched(
+            dict(tensors_of(self._model)), free, num_threads=self._num_threads
+        )
         reload: Any = require("vllm.model_executor.model_loader.reload.layerwise")
         model: Any = self._model
         make_ready(model, self._compat)
