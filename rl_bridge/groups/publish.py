@@ -18,7 +18,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from pydantic import (
@@ -58,6 +58,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import Piece, Placement, WeightLayout
 from rl_bridge.manifest.table import collector_paused
 from rl_bridge.memory.packing import checked_block, dtype_name
+from rl_bridge.memory.tensors import TensorFacts
 from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
 from rl_bridge.transports.base import checked_seconds
 
@@ -180,11 +181,9 @@ def check_hellos(hellos: Sequence[Hello]) -> None:
 
 
 def check_placements(
-    rank: int,
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    placements: Mapping[str, Placement],
+    rank: int, tensors: Mapping[str, torch.Tensor], placements: Mapping[str, Placement]
 ) -> None:
-    """Compare a rank's placements with the tensors (name -> dtype, shape) that it has.
+    """Compare a rank's placements with the tensors that it has.
 
     Raises:
         IncompleteCoverage: a tensor without a placement, or the other way round.
@@ -199,8 +198,8 @@ def check_placements(
             "Give one placement for each tensor that the rank publishes."
         )
         raise IncompleteCoverage(msg)
-    for name, (dtype, shape) in tensors.items():
-        placement = placements[name]
+    for name, tensor in tensors.items():
+        placement, dtype, shape = placements[name], dtype_name(tensor), tuple(tensor.shape)
         if (placement.dtype, tuple(placement.shape)) != (dtype, shape):
             msg = (
                 f"rank {rank}: tensor {name!r} is {dtype}{list(shape)}, its placement says "
@@ -334,6 +333,21 @@ class _Run:
     voted: GroupManifest | None = None
 
 
+class _Mine(NamedTuple):
+    """What a rank says of its tensors, and of which tensors it was found to be true."""
+
+    placements: Mapping[str, Placement]
+    text: str
+    tensors: tuple[tuple[str, ...], TensorFacts] | None = None  # as they were published
+
+    def has_placed(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are the tensors that were compared with the placements."""
+        if self.tensors is None:
+            return False
+        names, facts = self.tensors
+        return names == tuple(tensors) and facts.hold(list(tensors.values()))
+
+
 class GroupPublisher:
     """One rank of an update group. Every rank makes one, and all call `publish` together.
 
@@ -357,8 +371,7 @@ class GroupPublisher:
         self.bridge = bridge
         self._exchange = exchange
         self._timeout_s = checked_seconds("timeout_s", timeout_s)
-        # This rank's placements in the last version, and their text.
-        self._mine: tuple[Mapping[str, Placement], str] | None = None
+        self._mine: _Mine | None = None  # of the last version
         # The placements of all ranks, and the digest by which the ranks name them.
         self._known: str | None = None
         self._placements: list[dict[str, Placement]] = []
@@ -541,11 +554,14 @@ class GroupPublisher:
 
     def _hello(self, run: "_Run") -> dict[str, JSONValue]:
         run.version = checked_version(run.version)
-        run.tensors = self._checked(run.source, run.placements)
+        run.tensors = named_tensors(run.source)
+        mine = self._mine if self._mine and self._mine.placements == run.placements else None
+        if mine is None or not mine.has_placed(run.tensors):
+            check_placements(self._exchange.rank, run.tensors, run.placements)
+            text = placements_text(run.placements) if mine is None else mine.text
+            mine = _Mine(dict(run.placements), text)
         run.flags = trainable_names(run.source, run.tensors, run.trainable)
-        if self._mine is None or self._mine[0] != run.placements:
-            self._mine = dict(run.placements), placements_text(run.placements)
-        run.text = self._mine[1]
+        self._mine, run.text = mine, mine.text
         publisher = self.bridge.publisher
         return {
             "rank": self._exchange.rank,
@@ -555,14 +571,6 @@ class GroupPublisher:
             "placements": text_digest(run.text),
             "known": self._known,
         }
-
-    def _checked(
-        self, source: Source, placements: Mapping[str, Placement]
-    ) -> dict[str, torch.Tensor]:
-        tensors = named_tensors(source)
-        found = {name: (dtype_name(one), tuple(one.shape)) for name, one in tensors.items()}
-        check_placements(self._exchange.rank, found, placements)
-        return tensors
 
     def _publish_part(self, run: "_Run") -> dict[str, JSONValue]:
         layout = WeightLayout.from_metadata(run.metadata).to_metadata()
@@ -575,6 +583,9 @@ class GroupPublisher:
             trainable=run.flags,
             is_part=True,
         )
+        if self._mine is not None and self._mine.tensors is None:
+            facts = TensorFacts(list(run.tensors.values()))
+            self._mine = self._mine._replace(tensors=(tuple(run.tensors), facts))
         return self._part_message(run.part)
 
     def _part_message(self, mine: WeightUpdateManifest) -> dict[str, JSONValue]:
@@ -582,7 +593,7 @@ class GroupPublisher:
         is_new = layout is None or layout.tables[self._exchange.rank].digest != mine.layout_digest
         leaves = None
         # If every tensor is whole here, no digest is made of leaves.
-        if mine.table.leaves and self._mine is not None and _is_cut(self._mine[0]):
+        if mine.table.leaves and self._mine is not None and _is_cut(self._mine.placements):
             leaves = base64.b64encode(self.bridge.publisher.leaf_list).decode("ascii")
         return {"part": mine.to_json(layout=is_new), "leaves": leaves}
 
@@ -612,7 +623,8 @@ class GroupPublisher:
         tables = [part.table for part in parts]
         layout = self._layout
         if layout is None or [one.digest for one in layout.tables] != [t.digest for t in tables]:
-            layout = GroupLayout.build(tables, self._placements)
+            with collector_paused():
+                layout = GroupLayout.build(tables, self._placements)
             layout = GroupManifest.known_layouts.add(layout)
         metadata = thaw(parts[0].metadata)
         metadata.pop("layout")

@@ -48,6 +48,25 @@ class _Stretch(NamedTuple):
     end: int
 
 
+class _Cut(NamedTuple):
+    """Tensors that are cut into equally many ranges."""
+
+    places: npt.NDArray[np.int64]
+    heads: _Rows  # digests of the ranges, shape [tensors, 16]
+    rows: npt.NDArray[np.int64]  # of the ranges' own digests, shape [tensors, ranges]
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[int, bytes, Sequence[int]]]) -> "_Cut":
+        places, heads, rows = zip(*tensors, strict=True)
+        return cls(np.array(places), digest_rows(b"".join(heads)), np.array(rows))
+
+    def digests(self, all_rows: _Rows) -> _Rows:
+        """Those of the whole tensors."""
+        parts = all_rows[self.rows].reshape(len(self.rows), -1)
+        texts = np.hstack((self.heads, parts))
+        return digest_rows(b"".join(map(xxhash.xxh3_128_digest, texts)))
+
+
 class Replica(NamedTuple):
     """Two tensors, of two ranks, that must be equal."""
 
@@ -77,8 +96,8 @@ class DigestPlan:
         self._tables = tables
         self._single: list[tuple[int, int]] = []
         self._leafy: list[tuple[int, int, list[_Stretch]]] = []
-        self._cut: list[tuple[int, bytes, int]] = []  # the ranges' digest, and how many they are
-        self._cut_rows: list[int] = []
+        # How many ranges -> the places of tensors of so many, and what their digests are made of.
+        self._cut: dict[int, list[tuple[int, bytes, list[int]]]] = {}
         self._heads: dict[object, bytes] = {}
         counts = [len(table.names) for table in tables]
         self._bases = [sum(counts[:part]) for part in range(len(counts))]
@@ -90,8 +109,10 @@ class DigestPlan:
         self.kinds = tuple(kinds)
         self.replicas = _replicas(held, tables)
         self._singles = np.array(self._single, np.int64).reshape(-1, 2)
-        self._cut_column = np.array(self._cut_rows, np.int64)
+        self._cuts = [_Cut.of(cut) for cut in self._cut.values()]
         self._num = len(kinds)
+        # The last version's digests, and what they make: who builds a manifest checks it as well.
+        self._last: tuple[bytes, _Rows] = b"", np.empty((0, DIGEST_NBYTES), np.uint8)
 
     @property
     def is_unsharded(self) -> bool:
@@ -137,19 +158,17 @@ class DigestPlan:
         ]
 
     def _without_leaves(self, digests: Sequence[bytes]) -> _Rows:
-        all_rows = digest_rows(b"".join(digests))
+        given = b"".join(digests)
+        if given == self._last[0]:
+            return self._last[1].copy()
+        all_rows = digest_rows(given)
         found = np.zeros((self._num, DIGEST_NBYTES), np.uint8)
         found[self._singles[:, 0]] = all_rows[self._singles[:, 1]]
         found[self._empty] = np.frombuffer(_EMPTY, np.uint8)
-        block = all_rows[self._cut_column].tobytes()
-        start, made = 0, []
-        for _, head, num in self._cut:
-            end = start + num * DIGEST_NBYTES
-            made.append(xxhash.xxh3_128_digest(head + block[start:end]))
-            start = end
-        if made:
-            found[[place for place, _, _ in self._cut]] = digest_rows(b"".join(made))
-        return found
+        for cut in self._cuts:
+            found[cut.places] = cut.digests(all_rows)
+        self._last = given, found
+        return found.copy()
 
     def _add(self, place: int, whole: WholeTensor, counted: Sequence[Held]) -> str:
         rows = [self._tables[one.rank].rows[one.local] for one in counted]
@@ -164,8 +183,9 @@ class DigestPlan:
             self._leafy.append((place, whole.nbytes, stretches))
             return "leaves"
         pieces = sorted(zip(counted, rows, strict=True), key=lambda pair: pair[0].piece.offset)
-        self._cut_rows += [self._bases[one.rank] + row for one, row in pieces]
-        self._cut.append((place, self._head([one for one, _ in pieces]), len(pieces)))
+        head = self._head([one for one, _ in pieces])
+        held_by = [self._bases[one.rank] + row for one, row in pieces]
+        self._cut.setdefault(len(pieces), []).append((place, head, held_by))
         return "cut"
 
     def _head(self, pieces: Sequence[Held]) -> bytes:
