@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _lib.environment import collect_environment
+from _lib.environment import collect_environment, save
 from _lib.memory import GIB, MIB, warm_up
 from _lib.payload import Payload, PayloadSpec, find_wrong_tensor
 from rich.console import Console
@@ -263,8 +263,7 @@ def main(
         "samples": samples,
         "warmup_samples": warmup_samples,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save(document, out)
     table = Table()
     for column in ("figure", "value", "aim", "met", "baseline ms", "ours ms"):
         table.add_column(column)

@@ -5,7 +5,6 @@ the baselines in turn in one run. README.md beside this file says how each figur
 """
 
 import datetime as dt
-import json
 import signal
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from _lib.environment import collect_environment
+from _lib.environment import collect_environment, save
 from _lib.groups import Group, Row, count_steps, run_group, share_probes
 from _lib.memory import MIB, warm_up
 from _lib.pair import Pair
@@ -122,8 +121,7 @@ def main(
         "details": figures.details,
         "rows": [row.to_json() for rows in results.values() for row in rows],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save(document, out)
     for name, rows in results.items():
         print_rows(console, name, rows)
     print_figures(console, figures)

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _lib.environment import collect_environment
+from _lib.environment import collect_environment, save
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -222,8 +222,7 @@ def main(
         "details": figures,
         "measured": measured,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save(document, out)
     table = Table()
     for column in ("figure", "value", "aim", "met", "ms"):
         table.add_column(column)

@@ -8,18 +8,16 @@ Prints one JSON row; without a usable GPU its status is `blocked`, with the caus
 0. `--dry-run` goes through everything on the CPU, in torch, to see that it works: no figures.
 """
 
-import datetime as dt
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 import typer
-from _lib.gpu import gpu_blocked, gpu_environment
+from _lib.gpu import GpuSize, gpu_command
 from _lib.stats import summarise
 from rich.console import Console
 from rich.progress import track
@@ -31,11 +29,8 @@ from rl_bridge.memory.passes import BytePlan
 
 __all__ = ["main"]
 
-_FORMAT = 1
 _OUT = Path(__file__).resolve().parent / "results" / "gpu_digest.json"
 _TENSORS = (300, 20_000)
-_NBYTES = 16_000_000_000
-_QUICK_NBYTES = 1_000_000_000
 _DRY_NBYTES = 3_000_000
 _CHECKED_NBYTES = 1 << 30
 # Sources, arena, and the copy's target; the torch lane works on chunks beside them.
@@ -214,47 +209,14 @@ def _ratios(rates: dict[str, float], rows: dict[str, Any]) -> dict[str, Any]:
     return ratios
 
 
-def main(
-    *,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="1 GB and fewer rounds, to see that it works.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="All of it on the CPU, tiny; writes no file.")
-    ] = False,
-    gigabytes: Annotated[
-        float, typer.Option(min=1, help="Weights, where the GPU has no room for as many.")
-    ] = _NBYTES / 1e9,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each lane runs.")] = 15,
-    out: Annotated[Path, typer.Option(dir_okay=False, help="Where the samples go.")] = _OUT,
-) -> None:
-    """Measure, or say precisely why this machine cannot."""
-    console = Console(stderr=True)
-    nbytes = _DRY_NBYTES if dry_run else _QUICK_NBYTES if quick else int(1e9 * gigabytes)
-    rounds = min(rounds, 3) if quick or dry_run else rounds
-    document: dict[str, Any] = {
-        "format": _FORMAT,
-        "timestamp": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "quick": quick,
-    }
-    if not dry_run and (cause := gpu_blocked(_ARENAS * nbytes + _SPARE_NBYTES)):
-        print(json.dumps(document | {"status": "blocked", "notes": cause}, sort_keys=True))
-        return
-    device = torch.device("cpu") if dry_run else torch.device("cuda", torch.cuda.current_device())
-    document["environment"] = gpu_environment()
-    document["aims"] = _AIMS
-    document["layouts"] = [
-        _measure(num_tensors, nbytes, device, rounds, console) for num_tensors in _TENSORS
-    ]
-    document["status"] = "dry-run" if dry_run else "pass"
-    if not dry_run:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        console.print(f"all samples are in {out}")
-    layouts = [{"tensors": one["tensors"], **one["ratios"]} for one in document["layouts"]]
-    row = {name: document[name] for name in ("format", "timestamp", "quick", "status")}
-    print(json.dumps(row | {"ratios": layouts}, sort_keys=True))
+def _all(size: GpuSize, console: Console) -> dict[str, Any]:
+    device = torch.device("cpu" if size.dry_run else f"cuda:{torch.cuda.current_device()}")
+    return {"layouts": [_measure(n, size.nbytes, device, size.rounds, console) for n in _TENSORS]}
 
+
+main = gpu_command(
+    _OUT, _AIMS, _all, copies=_ARENAS, spare_nbytes=_SPARE_NBYTES, dry_nbytes=_DRY_NBYTES
+)
 
 if __name__ == "__main__":
     typer.run(main)

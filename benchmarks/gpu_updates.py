@@ -12,18 +12,16 @@ Prints one JSON row; without a usable GPU its status is `blocked`, with the caus
 0. `--dry-run` goes through everything on host memory, tiny, to see that it works: no figures.
 """
 
-import datetime as dt
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
-from _lib.gpu import gpu_blocked, gpu_environment
+from _lib.gpu import GpuSize, gpu_command
 from _lib.gpu_trainer import (
     DRY_TRANSPORT,
     Remote,
@@ -45,12 +43,9 @@ from rl_bridge.installers.base import InstallProof
 
 __all__ = ["main"]
 
-_FORMAT = 1
 _OUT = Path(__file__).resolve().parent / "results" / "gpu_updates.json"
 _TENSORS = (300, 20_000)
 _DRY_TENSORS = (30, 200)
-_NBYTES = 16_000_000_000
-_QUICK_NBYTES = 1_000_000_000
 _DRY_NBYTES = 3_000_000
 # The trainer's weights, two slots, the engine's weights, and buckets or a copy's undo.
 _COPIES, _SPARE_NBYTES = 5, 4 << 30
@@ -284,54 +279,22 @@ def _ratios(copy_s: float, lanes: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main(
-    *,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="1 GB and fewer rounds, to see that it works.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="All of it on host memory, tiny; writes no file.")
-    ] = False,
-    gigabytes: Annotated[
-        float, typer.Option(min=1, help="Weights, where the GPU has no room for as many.")
-    ] = _NBYTES / 1e9,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each lane runs.")] = 15,
-    out: Annotated[Path, typer.Option(dir_okay=False, help="Where the samples go.")] = _OUT,
-) -> None:
-    """Measure, or say precisely why this machine cannot."""
-    console = Console(stderr=True)
-    nbytes = _DRY_NBYTES if dry_run else _QUICK_NBYTES if quick else int(1e9 * gigabytes)
-    rounds = min(rounds, 3) if quick or dry_run else rounds
-    document: dict[str, Any] = {
-        "format": _FORMAT,
-        "timestamp": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "quick": quick,
-    }
-    if not dry_run and (cause := gpu_blocked(_COPIES * nbytes + _SPARE_NBYTES)):
-        print(json.dumps(document | {"status": "blocked", "notes": cause}, sort_keys=True))
-        return
-    if dry_run:
+def _all(size: GpuSize, console: Console) -> dict[str, Any]:
+    if size.dry_run:
         know_dry_transport()
-    device, transport = ("cpu", DRY_TRANSPORT) if dry_run else ("cuda:0", "cuda-vmm")
-    document["environment"] = gpu_environment()
-    document["aims"] = _AIMS
-    driver = driver_at("host", None) if dry_run else driver_at("cuda", 0)
-    document["exchange_by_handles"] = {
-        str(count): _exchange(driver, nbytes, count, rounds) for count in _HANDLES
+    device, transport = ("cpu", DRY_TRANSPORT) if size.dry_run else ("cuda:0", "cuda-vmm")
+    driver = driver_at("host", None) if size.dry_run else driver_at("cuda", 0)
+    exchanges = {str(n): _exchange(driver, size.nbytes, n, size.rounds) for n in _HANDLES}
+    run = _Run(size.nbytes, device, transport, size.rounds, console)
+    return {
+        "exchange_by_handles": exchanges,
+        "layouts": [run.layout(n) for n in (_DRY_TENSORS if size.dry_run else _TENSORS)],
     }
-    run = _Run(nbytes, device, transport, rounds, console)
-    document["layouts"] = [run.layout(n) for n in (_DRY_TENSORS if dry_run else _TENSORS)]
-    document["status"] = "dry-run" if dry_run else "pass"
-    if not dry_run:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        console.print(f"all samples are in {out}")
-    exchanges = {count: one["median"] for count, one in document["exchange_by_handles"].items()}
-    row = {name: document[name] for name in ("format", "timestamp", "quick", "status")}
-    row["exchange_ms_by_handles"] = exchanges
-    layouts = [{"tensors": one["tensors"], **one["ratios"]} for one in document["layouts"]]
-    print(json.dumps(row | {"ratios": layouts}, sort_keys=True))
 
+
+main = gpu_command(
+    _OUT, _AIMS, _all, copies=_COPIES, spare_nbytes=_SPARE_NBYTES, dry_nbytes=_DRY_NBYTES
+)
 
 if __name__ == "__main__":
     typer.run(main)

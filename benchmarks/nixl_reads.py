@@ -7,7 +7,6 @@ about. (Its name is not `nixl.py`: scripts in this folder would import that for 
 """
 
 import datetime as dt
-import json
 import os
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _lib.environment import collect_environment
+from _lib.environment import collect_environment, save
 from _lib.memory import GIB, MIB, warm_up
 from _lib.nixl_roles import Engine, Owner
 from _lib.payload import PayloadSpec
@@ -283,8 +282,7 @@ def main(
     }
     document["figures"] = _figures(document)
     document["seconds"] = round(time.monotonic() - started, 1)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save(document, out)
     _show(document, console)
     console.print(f"{document['seconds']} s; all samples are in {out}")
 

@@ -7,7 +7,6 @@ each figure comes about.
 """
 
 import datetime as dt
-import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +17,8 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from _lib.environment import collect_environment
+from _lib.cuts import placement
+from _lib.environment import collect_environment, save
 from _lib.memory import GIB, MIB, warm_up
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +26,7 @@ from rich.table import Table
 from rl_bridge import SharedMemoryTensorBridge as Bridge
 from rl_bridge.assembly.plan import make_plan
 from rl_bridge.assembly.wanted import TensorParallel, Wanted, everything, parallel
-from rl_bridge.groups import GroupBridge, GroupManifest, GroupPublisher, Piece, Placement
+from rl_bridge.groups import GroupBridge, GroupManifest, GroupPublisher, Placement
 from rl_bridge.groups.exchange import FunctionExchange
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.group_layout import GroupLayout
@@ -44,18 +44,11 @@ _AIMS = {"coverage_s": 2.0, "plan_reshard_s": 2.0, "plan_whole_s": 2.0, "plan_ag
 Ranks = list[dict[str, Placement]]
 
 
-def _placement(name: str, whole: tuple[int, int], dim: int, rank: int, num: int) -> Placement:
-    shape = tuple(size // num if d == dim else size for d, size in enumerate(whole))
-    offset = tuple(rank * size if d == dim else 0 for d, size in enumerate(shape))
-    piece = Piece(name=name, global_shape=whole, offset=offset, shape=shape, local_offset=(0, 0))
-    return Placement(dtype="bfloat16", shape=shape, pieces=(piece,))
-
-
 def _cut(num_tensors: int) -> Ranks:
     """Half of the tensors by rows, half by columns."""
     names = [f"layers.{i // 2}.{('row', 'column')[i % 2]}.weight" for i in range(num_tensors)]
     return [
-        {name: _placement(name, (64, 64), i % 2, rank, _RANKS) for i, name in enumerate(names)}
+        {name: placement(name, (64, 64), i % 2, rank, _RANKS) for i, name in enumerate(names)}
         for rank in range(_RANKS)
     ]
 
@@ -106,7 +99,7 @@ def _updates(nbytes: int, repetitions: int) -> dict[str, list[float]]:
     """One rank, 300 matrices; the engine wants half of the rows of each."""
     rows = nbytes // 300 // 2 // 1024 // 4 * 4
     whole = {f"layers.{i}.weight": torch.ones(rows, 1024, dtype=torch.bfloat16) for i in range(300)}
-    placements = {name: _placement(name, (rows, 1024), 0, 0, 1) for name in whole}
+    placements = {name: placement(name, (rows, 1024), 0, 0, 1) for name in whole}
     half = sum(one.nbytes for one in whole.values()) // 2
     samples: dict[str, list[float]] = {}
     with ExitStack() as stack:
@@ -182,8 +175,7 @@ def main(
         "aims": _AIMS,
         "samples": {**samples, **updates},
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save(document, out)
     table = Table("figure", "value", "aim")
     for name, value in {**figures, **ratios}.items():
         aim = _AIMS.get(name)

@@ -8,7 +8,6 @@ says more. Needs the environment of `make test-machines`.
 """
 
 import datetime as dt
-import json
 import os
 import tempfile
 import time
@@ -26,7 +25,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 import torch
 import typer
-from _lib.environment import collect_environment
+from _lib.environment import collect_environment, save
 from _lib.memory import GIB, MIB, warm_up
 from _lib.payload import Payload, PayloadSpec, find_wrong_tensor
 from _lib.stats import summarise
@@ -232,8 +231,7 @@ def main(
         "samples_s": samples,
         "warmup_samples_s": warm,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save(document, out)
     table = Table()
     for column in ("lane", "median ms", "min ms", "GB/s", "ours is faster by"):
         table.add_column(column)

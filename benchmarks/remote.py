@@ -6,7 +6,6 @@ there. Beside it, what the disk takes for a change. README.md beside this file s
 """
 
 import datetime as dt
-import json
 import multiprocessing
 import os
 import tempfile
@@ -18,7 +17,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _lib.environment import collect_environment
+from _lib.environment import collect_environment, save
 from rich.console import Console
 from rich.table import Table
 
@@ -154,8 +153,7 @@ def main(
         "aims": {"overhead_ms": _AIM_MS},
         "samples": samples,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save(document, out)
     table = Table("figure", "median", "aim")
     for label, value in figures.items():
         table.add_row(label, f"{value:.2f} ms", f"<= {_AIM_MS} ms" if "overhead" in label else "")

@@ -11,16 +11,16 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
 import typer
-from _lib.environment import collect_environment
+from _lib.alternating import Ours, alternate, timed
+from _lib.environment import collect_environment, save
+from _lib.qwen import QUICK, QWEN2, make_weights
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 __all__ = ["main"]
@@ -33,65 +33,6 @@ _SETTINGS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_PLUGINS": "rl_bridge",
 }
-_SHAPE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_QUICK = {"num_hidden_layers": 4, "vocab_size": 32768}
-
-Weights = dict[str, torch.Tensor]
-
-
-def _weights(shape: dict[str, Any], seed: int) -> Weights:
-    """A checkpoint's tensors, random."""
-    draw = torch.Generator().manual_seed(seed)
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    pairs = shape["num_key_value_heads"] * hidden // shape["num_attention_heads"]
-    sizes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (shape["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for layer in range(shape["num_hidden_layers"]):
-        name = f"model.layers.{layer}"
-        sizes |= {
-            f"{name}.input_layernorm.weight": (hidden,),
-            f"{name}.self_attn.q_proj.weight": (hidden, hidden),
-            f"{name}.self_attn.q_proj.bias": (hidden,),
-            f"{name}.self_attn.k_proj.weight": (pairs, hidden),
-            f"{name}.self_attn.k_proj.bias": (pairs,),
-            f"{name}.self_attn.v_proj.weight": (pairs, hidden),
-            f"{name}.self_attn.v_proj.bias": (pairs,),
-            f"{name}.self_attn.o_proj.weight": (hidden, hidden),
-            f"{name}.post_attention_layernorm.weight": (hidden,),
-            f"{name}.mlp.gate_proj.weight": (inner, hidden),
-            f"{name}.mlp.up_proj.weight": (inner, hidden),
-            f"{name}.mlp.down_proj.weight": (hidden, inner),
-        }
-    weights = {}
-    for name, size in sizes.items():
-        weights[name] = torch.empty(size, dtype=torch.bfloat16)
-        weights[name].normal_(0, 0.02, generator=draw)
-    return weights
-
-
-def _timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,12 +53,11 @@ class _Bench:
     def __init__(self, shape: dict[str, Any], folder: Path) -> None:
         import sglang
 
-        from rl_bridge import RolloutExecutor, make_weight_bridge
         from rl_bridge.sglang import SGLangInstallAdapter
 
         (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         self.folder = folder
-        self.versions = [_weights(shape, seed) for seed in (0, 1)]
+        self.versions = [make_weights(shape, seed) for seed in (0, 1)]
         self.nbytes = sum(tensor.nbytes for tensor in self.versions[0].values())
         self.engine = sglang.Engine(
             model_path=str(folder),
@@ -134,43 +74,20 @@ class _Bench:
             max_total_tokens=4096,
             log_level="error",
         )
-        self.publisher = make_weight_bridge("shared-memory", source_worker="trainer")
-        self.executor = RolloutExecutor(
-            weight_bridge=make_weight_bridge("shared-memory", source_worker="rollout"),
-            weight_install_adapter=SGLangInstallAdapter(self.engine),
-        )
+        self.bridges = Ours(SGLangInstallAdapter(self.engine), "sglang")
         # What SGLang's route takes by reference: a trainer's weights that lie in shared memory.
         self.shared = [
             {name: _shared(tensor) for name, tensor in weights.items()} for weights in self.versions
         ]
-        self.version = 0
-        self.published: str | None = None
 
     def ours(self, which: int) -> dict[str, Any]:
         """Publish, then the executor's whole transaction."""
-        self.version += 1
-        start = time.perf_counter()
-        manifest = self.publisher.publish(self.versions[which], weight_version=self.version)
-        publish_s = time.perf_counter() - start
-        update_s = _timed(lambda: self.executor.update_weights(manifest))
-        if self.published is not None:
-            self.publisher.release(self.published)
-        self.published = manifest.update_id
-        ack = self.executor.last_ack
-        assert ack is not None
-        reports = [report for report in self.publisher.consumers() if report.worker == "sglang"]
-        return {
-            "publish_s": publish_s,
-            "update_s": update_s,
-            "phases_ms": dict(ack.timings_ms),
-            "rank_ms": dict(reports[-1].timings_ms),
-            "proof": ack.proof.to_dict(),
-        }
+        return self.bridges.update(self.versions[which])
 
     def reference(self, which: int) -> dict[str, Any]:
         """`update_weights_from_tensor` of weights in shared memory: one copy, by reference."""
         named = list(self.shared[which].items())
-        return {"update_s": _timed(lambda: self._session(named, None))}
+        return {"update_s": timed(lambda: self._session(named, None))}
 
     def bucket(self, which: int) -> dict[str, Any]:
         """`update_weights_from_tensor` of a flattened bucket, which is made for it."""
@@ -184,7 +101,7 @@ class _Bench:
         made_s = time.perf_counter() - start
         return {
             "bucket_s": made_s,
-            "update_s": _timed(lambda: self._session(serialized, "flattened_bucket")),
+            "update_s": timed(lambda: self._session(serialized, "flattened_bucket")),
         }
 
     def disk(self, which: int) -> dict[str, Any]:
@@ -192,8 +109,8 @@ class _Bench:
         from safetensors.torch import save_file
 
         weights = self.versions[which]
-        save_s = _timed(lambda: save_file(weights, self.folder / "model.safetensors"))
-        loaded_s = _timed(
+        save_s = timed(lambda: save_file(weights, self.folder / "model.safetensors"))
+        loaded_s = timed(
             lambda: _require(
                 self.engine.update_weights_from_disk(str(self.folder), load_format="safetensors")
             )
@@ -249,7 +166,7 @@ def main(
     stand_ins = str(_ROOT / "tests" / "sglang" / "stand_ins")
     sys.path.insert(0, stand_ins)
     os.environ["PYTHONPATH"] = stand_ins
-    shape = _SHAPE | (_QUICK if quick else {})
+    shape = QWEN2 | (QUICK if quick else {})
     began = dt.datetime.now(dt.UTC)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, torch.no_grad():
         bench = _Bench(shape, Path(folder))
@@ -260,13 +177,7 @@ def main(
             "disk": bench.disk,
         }
         first = bench.ours(1)
-        samples: dict[str, list[dict[str, Any]]] = {name: [] for name in lanes}
-        for turn in track(range(warmups + reps), "updates", console=console):
-            for offset, (name, lane) in enumerate(lanes.items()):
-                # Each way finds the other version in the engine.
-                sample = lane((turn + offset) % 2)
-                if turn >= warmups:
-                    samples[name].append(sample)
+        samples = alternate(lanes, warmups, reps, console)
         ratios = _ratios(samples)
         import sglang
 
@@ -283,11 +194,9 @@ def main(
             "first_update": first,
             "samples": samples,
         }
-        bench.executor.close()
-        bench.publisher.close()
+        bench.bridges.close()
         bench.engine.shutdown()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save(document, out)
     table = Table(
         "figure", "value", title=f"{bench.nbytes / 2**30:.2f} GiB in bf16, {reps} updates"
     )

@@ -10,7 +10,6 @@ comes about.
 """
 
 import datetime as dt
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from operator import truediv
@@ -20,8 +19,8 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from _lib.environment import collect_environment, commit_of
-from _lib.qwen3 import SHAPE
+from _lib.environment import collect_environment, commit_of, save
+from _lib.qwen import QWEN3
 from _lib.tp_engine import SETTINGS, Lane
 from rich.console import Console
 from rich.progress import track
@@ -153,7 +152,7 @@ def _updates(
     against: Path, layers: int, reps: int, console: Console, ways: Mapping[str, str]
 ) -> dict[str, Any]:
     """Updates by an earlier commit and by this one, in turn; `ways` are what `Lane` takes."""
-    shape = SHAPE | {"tie_word_embeddings": True, "num_hidden_layers": layers}
+    shape = QWEN3 | {"tie_word_embeddings": True, "num_hidden_layers": layers}
     trees = {"before": against, "now": Path(__file__).resolve().parents[1]}
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
     with ExitStack() as stack:
@@ -257,8 +256,7 @@ def main(
         "plan": plan,
         "updates": updates,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save(document, out)
     table = Table("figure", "value", "aim", title="shares of ranks")
     for name, value in ratios.items():
         table.add_row(name, f"{value:.3f}", str(aims.get(name, "")))

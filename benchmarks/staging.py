@@ -9,7 +9,6 @@ comes about.
 
 import datetime as dt
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Annotated, Any, get_args
 import numpy as np
 import torch
 import typer
-from _lib.environment import collect_environment
+from _lib.environment import collect_environment, save
 from _lib.memory import process_nbytes
 from rich.console import Console
 from rich.progress import track
@@ -218,8 +217,7 @@ def main(
         "medians": middle,
         "samples": samples,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save(document, out)
     table = Table("figure", "value", title=f"{nbytes / 2**30:.2f} GiB in bf16")
     for name, value in {**ratios, **middle}.items():
         table.add_row(name, f"{value:.3f}")

@@ -9,31 +9,22 @@ import datetime as dt
 import json
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
 import typer
-from _lib.environment import collect_environment
-from _lib.qwen3 import SHAPE, Weights, make_weights
+from _lib.alternating import Ours, alternate, timed
+from _lib.environment import collect_environment, save
+from _lib.qwen import QUICK, QWEN3, make_weights
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 __all__ = ["main"]
 
 _OUT = Path(__file__).resolve().parent / "results" / "vllm.json"
 _MODELS = {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False}}
-_QUICK = {"num_hidden_layers": 4, "vocab_size": 32768}
-
-
-def _timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 class _Bench:
@@ -42,7 +33,6 @@ class _Bench:
     def __init__(self, shape: dict[str, Any], folder: Path) -> None:
         from vllm import LLM
 
-        from rl_bridge import RolloutExecutor, make_weight_bridge
         from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 
         (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
@@ -60,47 +50,24 @@ class _Bench:
             max_model_len=512,
         )
         self.worker = self.llm.llm_engine.model_executor.driver_worker.worker
-        self.publisher = make_weight_bridge("shared-memory", source_worker="trainer")
-        self.executor = RolloutExecutor(
-            weight_bridge=make_weight_bridge("shared-memory", source_worker="rollout"),
-            weight_install_adapter=VLLMEngineAdapter(self.llm),
-        )
-        self.version = 0
-        self.published: str | None = None
+        self.bridges = Ours(VLLMEngineAdapter(self.llm), "vllm")
 
-    def ours(self, weights: Weights) -> dict[str, Any]:
+    def ours(self, which: int) -> dict[str, Any]:
         """Publish, then the executor's whole transaction."""
-        self.version += 1
-        start = time.perf_counter()
-        manifest = self.publisher.publish(weights, weight_version=self.version)
-        publish_s = time.perf_counter() - start
-        update_s = _timed(lambda: self.executor.update_weights(manifest))
-        if self.published is not None:
-            self.publisher.release(self.published)
-        self.published = manifest.update_id
-        ack = self.executor.last_ack
-        assert ack is not None
-        reports = [r for r in self.publisher.consumers() if r.worker == "vllm"]
-        return {
-            "publish_s": publish_s,
-            "update_s": update_s,
-            "phases_ms": dict(ack.timings_ms),
-            "rank_ms": dict(reports[-1].timings_ms),
-            "proof": ack.proof.to_dict(),
-        }
+        return self.bridges.update(self.versions[which])
 
-    def loader(self, weights: Weights) -> dict[str, Any]:
+    def loader(self, which: int) -> dict[str, Any]:
         """Feed vLLM's loader from memory; then what it leaves stale on the CPU: a tied head."""
-        reload_s = _timed(lambda: self._reload(weights_iterator=iter(weights.items())))
-        return {"reload_s": reload_s, "tied_head_s": _timed(self._pack_tied_head)}
+        reload_s = timed(lambda: self._reload(weights_iterator=iter(self.versions[which].items())))
+        return {"reload_s": reload_s, "tied_head_s": timed(self._pack_tied_head)}
 
-    def path(self, weights: Weights) -> dict[str, Any]:
+    def path(self, which: int) -> dict[str, Any]:
         """Safetensors on tmpfs, and vLLM's reload of that path."""
         from safetensors.torch import save_file
 
-        save_s = _timed(lambda: save_file(weights, self.folder / "model.safetensors"))
-        reload_s = _timed(lambda: self._reload(weights_path=str(self.folder)))
-        return {"save_s": save_s, "reload_s": reload_s, "tied_head_s": _timed(self._pack_tied_head)}
+        save_s = timed(lambda: save_file(self.versions[which], self.folder / "model.safetensors"))
+        reload_s = timed(lambda: self._reload(weights_path=str(self.folder)))
+        return {"save_s": save_s, "reload_s": reload_s, "tied_head_s": timed(self._pack_tied_head)}
 
     def _reload(self, **source: Any) -> None:
         from vllm.config import set_current_vllm_config
@@ -119,8 +86,7 @@ class _Bench:
         """End the engine: there is one at a time in a process."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        self.executor.close()
-        self.publisher.close()
+        self.bridges.close()
         self.llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
 
@@ -130,14 +96,8 @@ def _measure(shape: dict[str, Any], reps: int, warmups: int, console: Console) -
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, torch.no_grad():
         bench = _Bench(shape, Path(folder))
         lanes = {"ours": bench.ours, "loader": bench.loader, "path": bench.path}
-        first = bench.ours(bench.versions[1])
-        samples: dict[str, list[dict[str, Any]]] = {name: [] for name in lanes}
-        for turn in track(range(warmups + reps), "updates", console=console):
-            for offset, (name, lane) in enumerate(lanes.items()):
-                # Each way finds the other version in the engine.
-                sample = lane(bench.versions[(turn + offset) % 2])
-                if turn >= warmups:
-                    samples[name].append(sample)
+        first = bench.ours(1)
+        samples = alternate(lanes, warmups, reps, console)
         bench.close()
     return {
         "shape": shape,
@@ -199,7 +159,7 @@ def main(
     began = dt.datetime.now(dt.UTC)
     environment = collect_environment()  # (with the load that others make, before ours)
     models = {
-        name: _measure(SHAPE | model | (_QUICK if quick else {}), reps, warmups, console)
+        name: _measure(QWEN3 | model | (QUICK if quick else {}), reps, warmups, console)
         for name, model in _MODELS.items()
     }
     import vllm
@@ -212,8 +172,7 @@ def main(
         "warmups": warmups,
         "models": models,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    save(document, out)
     table = Table("figure", *models, title=f"updates of a real engine, {reps} by each way")
     for figure in models["tied"]["ratios"]:
         table.add_row(figure, *(f"{model['ratios'][figure]:.3f}" for model in models.values()))

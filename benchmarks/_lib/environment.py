@@ -1,6 +1,7 @@
 """What a figure was measured on: enough to compare two runs, nothing about who ran them."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["collect_environment", "commit_of"]
+__all__ = ["collect_environment", "commit_of", "save"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DISTRIBUTIONS = ("rl-bridge", "torch", "numpy", "xxhash", "pydantic", "safetensors", "ray")
@@ -88,3 +89,9 @@ def collect_environment() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "load_average_at_start": [round(load, 2) for load in os.getloadavg()],
     }
+
+
+def save(document: dict[str, Any], out: Path) -> None:
+    """Write the samples and figures of a run."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -13,11 +13,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from _lib.cuts import placement
 from _lib.memory import MIB
 from _lib.payload import Payload, PayloadSpec, find_wrong_tensor
 from rl_bridge import TensorBridge, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
-from rl_bridge.groups import GroupBridge, GroupPublisher, Piece
+from rl_bridge.groups import GroupBridge, GroupPublisher
 from rl_bridge.groups.exchange import StoreExchange
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -133,23 +134,9 @@ class Owner:
         return made.to_json(layout=layout)
 
     def _placements(self, spec: PayloadSpec) -> dict[str, Placement]:
-        shape = (spec.rows, spec.cols)
         whole = (spec.rows * self.world_size, spec.cols)
         return {
-            name: Placement(
-                dtype="bfloat16",
-                shape=shape,
-                pieces=(
-                    Piece(
-                        name=name,
-                        global_shape=whole,
-                        offset=(spec.rows * self.rank, 0),
-                        shape=shape,
-                        local_offset=(0, 0),
-                    ),
-                ),
-            )
-            for name in spec.names()
+            name: placement(name, whole, 0, self.rank, self.world_size) for name in spec.names()
         }
 
     def release(self, lane: str) -> None:

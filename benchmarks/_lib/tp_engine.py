@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from _lib.qwen3 import make_weights
+from _lib.cuts import placement
+from _lib.qwen import make_weights
 from _lib.wire import BenchmarkError, recv_json, send_json
 
 __all__ = ["SETTINGS", "Counting", "Lane"]
@@ -156,30 +157,17 @@ class _Sharded:
         ]
 
     def publish(self, weights: dict[str, torch.Tensor], version: int) -> Any:
-        shards = [self._shard(weights, rank) for rank in range(_OWNERS)]
+        def publish(rank: int) -> Any:
+            shards = {name: whole.chunk(_OWNERS)[rank] for name, whole in weights.items()}
+            placements = {
+                name: placement(name, tuple(whole.shape), 0, rank, _OWNERS)
+                for name, whole in weights.items()
+            }
+            return self.publishers[rank].publish(shards, placements, weight_version=version)
+
         with ThreadPoolExecutor(_OWNERS) as pool:
-            manifest, *_ = pool.map(
-                lambda rank: self.publishers[rank].publish(*shards[rank], weight_version=version),
-                range(_OWNERS),
-            )
+            manifest, *_ = pool.map(publish, range(_OWNERS))
         return manifest
-
-    def _shard(self, weights: dict[str, torch.Tensor], rank: int) -> tuple[Any, Any]:
-        from rl_bridge.groups import Piece, Placement
-
-        tensors, placements = {}, {}
-        for name, whole in weights.items():
-            mine = tensors[name] = whole.chunk(_OWNERS)[rank]
-            piece = Piece(
-                name=name,
-                global_shape=tuple(whole.shape),
-                offset=(rank * mine.shape[0], *(0 for _ in whole.shape[1:])),
-                shape=tuple(mine.shape),
-                local_offset=(0,) * whole.dim(),
-            )
-            dtype = str(whole.dtype).removeprefix("torch.")
-            placements[name] = Placement(dtype=dtype, shape=tuple(mine.shape), pieces=(piece,))
-        return tensors, placements
 
     def told(self, manifest: Any) -> list[Any]:
         return self.publishers[0].consumers(manifest)
