@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from rl_bridge.assembly import end as assembling
+from rl_bridge.assembly.end import GroupEnd
 from rl_bridge.engines import evidence, staging
 from rl_bridge.engines.rank import Stage
 from rl_bridge.engines.vllm import canary, model_installer
-from rl_bridge.groups import bridge as groups
-from rl_bridge.groups.bridge import GroupEnd
 from rl_bridge.testing import in_rank
 from rl_bridge.testing.processes import until
 
@@ -330,7 +330,9 @@ class FaultyWorker:
         """Have a process killed when `rank` is about to import a group, or has its memory."""
         if rank == self.rank:
             uproot()
-            owner, name = (GroupEnd, "assemble") if when == "before" else (groups, "require_sealed")
+            owner, name = (
+                (GroupEnd, "assemble") if when == "before" else (assembling, "require_sealed")
+            )
             original = vars(owner)[name]
 
             def killing(*args: Any, **options: Any) -> Any:

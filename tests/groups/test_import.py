@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge.assembly.end import REMEMBERED as _REMEMBERED
+from rl_bridge.assembly.end import GroupEnd
 from rl_bridge.assembly.wanted import TensorParallel, Wanted, everything, parallel, slices
 from rl_bridge.errors import (
     BridgeClosed,
@@ -28,7 +30,7 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.groups.bridge import _REMEMBERED, GroupBridge, GroupEnd
+from rl_bridge.groups.bridge import GroupBridge
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
@@ -395,7 +397,7 @@ def test_an_interrupted_assembly_holds_nothing(monkeypatch: pytest.MonkeyPatch) 
         def interrupted(*_: object) -> Wanted:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("rl_bridge.groups.bridge.GroupEnd._manifest", interrupted)
+        monkeypatch.setattr("rl_bridge.assembly.end.GroupEnd._manifest", interrupted)
         with pytest.raises(KeyboardInterrupt):
             bridge.import_update(manifest)
         monkeypatch.undo()
