@@ -26,7 +26,7 @@ from rich.table import Table
 from rl_bridge import SharedMemoryTensorBridge as Bridge
 from rl_bridge.assembly.plan import make_plan
 from rl_bridge.assembly.wanted import TensorParallel, Wanted, everything, parallel
-from rl_bridge.groups import GroupBridge, GroupManifest, GroupPublisher, Placement
+from rl_bridge.groups import GroupBridge, GroupPublisher, Placement
 from rl_bridge.groups.exchange import FunctionExchange
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.group_layout import GroupLayout
@@ -124,10 +124,7 @@ def _updates(nbytes: int, repetitions: int) -> dict[str, list[float]]:
             )
             text = made.to_json(layout=version == 1)
             found["copy_digest"] = _timed(lambda: copy.copy_digest(*pointers))[0]
-            found["assemble"] = _timed(
-                lambda t=text: engine.resolve_update(GroupManifest.from_json(t))  # type: ignore[misc]
-            )[0]
-            found["import"] = _timed(lambda m=made: engine.import_update(m))[0]  # type: ignore[misc]
+            found["assemble"] = _timed(lambda t=text: engine.import_update(t))[0]  # type: ignore[misc]
             engine.acknowledge(made)
             engine.release(made)
             group.release(made)

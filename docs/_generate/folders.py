@@ -37,7 +37,7 @@ PATH: dict[str, tuple[str, ...]] = {
         "engine_state",
     ),
     "installers": ("base", "module", "engine_memory"),
-    "groups": ("publish", "exchange", "bridge"),
+    "groups": ("publish", "exchange"),
     "strategies": ("strategy", "sender", "requests", "receiver"),
     "engines": (
         "driver",

@@ -1,11 +1,12 @@
-"""`GroupEnd`: the consumer's end for versions of several parts.
+"""`GroupEnd`: the consumer's end for versions of several parts, whatever their transports.
 
-The parts that a reader needs are attached over their transports, the leaves that cover the needed
-bytes are verified, and the wanted tensors are assembled in a ring of sealed slots of this process.
+The parts that a reader needs are attached over their own transports, the leaves that cover the
+needed bytes are verified, and the wanted tensors are assembled here. What is assembled lies in a
+ring of sealed slots of this process, like a shared-memory publisher's. A slot is free as soon as
+its last tensor is gone, so what an engine still holds stays for an undo.
 """
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,11 +19,11 @@ from rl_bridge.assembly.assemble import (
     LandingPlan,
     require_sealed,
 )
-from rl_bridge.assembly.plan import ReshardPlan
+from rl_bridge.assembly.plan import ReshardPlan, make_plan
+from rl_bridge.assembly.wanted import Wanted, WantedLayout, everything
 from rl_bridge.errors import TransportUnavailable
-from rl_bridge.lifecycle import State
-from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.group import GROUP, GroupManifest
+from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.passes import checked_count, checked_threads
@@ -40,41 +41,41 @@ from rl_bridge.transports.registry import transport_class
 from rl_bridge.transports.shared_memory import SharedMemory, SharedPublisher
 
 _LOG = logging.getLogger(__name__)
-# Each record holds its manifest: some megabytes if there are many tensors and ranks.
-REMEMBERED = 8
-_OVER = frozenset({str(State.REJECTED), str(State.RELEASED)})
+_Way = tuple[Assembly, LandingPlan | None]
+# Plans of the layouts seen last: one, but for runs that change their layout.
+_PLANS = 4
 
 
 class GroupTransport(Transport):
-    """How assembled versions get from a group's parts to an engine: within one process."""
+    """A consumer's way to versions whose parts travel by several transports."""
 
     name: ClassVar[str] = GROUP
     crosses_processes: bool = True
     zero_copy_import: bool = False
+    binds_header: bool = True
 
     def __init__(
         self,
         *,
         transports: Mapping[str, Mapping[str, object]] | None = None,
+        wanted: Wanted | WantedLayout | None = None,
         max_slots: int = 4,
         num_threads: int | None = None,
     ) -> None:
         """Take the options of a `GroupBridge`; nothing is opened yet."""
-        self._options = transports or {}
-        self.max_slots = checked_count("max_slots", max_slots)
-        self.num_threads = checked_threads(num_threads)
-        for name in self._options:
-            self.part_transport(name)
+        self._transports = {
+            name: transport_class(name).create(**options)
+            for name, options in (transports or {}).items()
+        }
+        self._wanted = wanted
+        self._max_slots = checked_count("max_slots", max_slots)
+        self._num_threads = checked_threads(num_threads)
 
     @classmethod
     def probe(cls) -> Availability:
         """Assembled versions lie in shared memory."""
         found = SharedMemory.probe()
         return Availability(cls.name, found.status, found.cause, found.remedy)
-
-    def part_transport(self, name: str) -> Transport:
-        """The transport of a part, with the options that were given for it."""
-        return transport_class(name).create(**self._options.get(name, {}))
 
     def publisher_end(self, publisher_id: str) -> PublisherEnd:  # noqa: ARG002 - whoever asks
         """Refuse: a group is published by its ranks.
@@ -91,116 +92,124 @@ class GroupTransport(Transport):
 
     def consumer_end(self, worker: str, rank: int) -> "GroupEnd":
         """Open the engine's end."""
-        return GroupEnd(self, worker, rank)
+
+        def open_end(name: str) -> tuple[ConsumerEnd, bool]:
+            transport = self._transports.get(name) or transport_class(name).create()
+            return transport.consumer_end(worker, rank), transport.binds_header
+
+        return GroupEnd(
+            open_end, wanted=self._wanted, max_slots=self._max_slots, num_threads=self._num_threads
+        )
 
 
 class GroupEnd(ConsumerEnd):
-    """Holds the ends of the parts' transports, and the ring of assembled versions."""
+    """Holds the ends of the parts' transports, the plans, and the ring of assembled versions."""
 
-    def __init__(self, transport: GroupTransport, worker: str, rank: int) -> None:
-        """Open nothing yet."""
-        self._transport = transport
-        self._worker = worker
-        self._rank = rank
-        self._memory = SharedMemory(
-            max_slots=transport.max_slots, max_consumers=1, num_threads=transport.num_threads
-        )
-        self._reader = self._memory.consumer_end(worker, rank)
+    def __init__(
+        self,
+        open_end: Callable[[str], tuple[ConsumerEnd, bool]],
+        *,
+        wanted: Wanted | WantedLayout | None = None,
+        max_slots: int = 4,
+        num_threads: int | None = None,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            open_end: opens the end of a part's transport, by its name, and tells whether it binds
+                headers.
+            wanted: what is assembled; None: every tensor, whole.
+            max_slots: most assembled versions held at a time.
+            num_threads: threads that verify, copy and digest; None takes the usable cores.
+
+        """
+        self._open_end = open_end
+        self._wanted = wanted
+        self._num_threads = num_threads
+        self._memory = SharedMemory(max_slots=max_slots, max_consumers=1, num_threads=num_threads)
+        self._reader = self._memory.consumer_end("", 0)
         self._ring: tuple[str, SharedPublisher] | None = None
         self._ends: dict[str, ConsumerEnd] = {}
         # Names of their transports that keep the digest of a header beside the bytes.
         self._bound: set[str] = set()
-        self._sound: GroupManifest | None = None
-        self._groups: OrderedDict[str, tuple[GroupManifest, Mapping[str, JSONValue]]] = (
-            OrderedDict()
-        )
-        self._made: dict[str, WeightUpdateManifest] = {}
-        self._lent: set[str] = set()
-        self.timings_ms: dict[str, float] = {}
-        """Update -> milliseconds that its assembly took."""
+        self._ways: OrderedDict[tuple[str, str], _Way] = OrderedDict()
 
-    # ---- assembling -----------------------------------------------------------------------------
+    def plan(self, layout: GroupLayout) -> ReshardPlan:
+        """How the wanted tensors are made of a group with that layout; made once per layout.
 
-    def made(self, update_id: str) -> WeightUpdateManifest | None:
-        """The manifest of an assembled version that is still here."""
-        return self._made.get(update_id)
+        Raises:
+            IncompatibleUpdate: something is wanted that the group does not hold.
 
-    def group(self, update_id: str) -> GroupManifest | None:
-        """The group manifest of one of the last updates."""
-        known = self._groups.get(update_id)
-        return None if known is None else known[0]
-
-    def remember(self, group: GroupManifest, evidence: Mapping[str, JSONValue]) -> None:
-        """Remember to whom to report about an update, and the evidence beside its proof."""
-        self._groups.pop(group.update_id, None)
-        self._groups[group.update_id] = (group, evidence)
-        # A version that is assembled, or imported by ranks, is remembered until it is released.
-        held = {*self._made, *self._lent, group.update_id}
-        over = [one for one in self._groups if one not in held]
-        for update_id in over[: max(0, len(self._groups) - REMEMBERED)]:
-            del self._groups[update_id]
-            self.timings_ms.pop(update_id, None)
-
-    def wanted(self, update_id: str) -> JSONValue:
-        """Digest of the layout in which an update was assembled; None if it was not."""
-        known = self._groups.get(update_id)
-        return None if known is None else known[1].get("wanted")
-
-    def lend(self, group: GroupManifest) -> None:
-        """Begin with an update that an engine's ranks import: its publishers get its reports."""
-        self._lent.add(group.update_id)
-        self.remember(group, {"group_root": group.root})
-        self.meet(group.parts)
-
-    def is_lent(self, group: GroupManifest) -> bool:
-        """Whether an engine's ranks import it."""
-        return group.update_id in self._lent
+        """
+        return self._way(layout, None)[0].plan
 
     def end_of(self, name: str) -> ConsumerEnd | None:
         """The end of a transport that parts came by."""
         return self._ends.get(name)
 
-    def is_as_published(self, group: GroupManifest) -> bool:
-        """Whether the last assembly found this manifest to be the one that the ranks sealed."""
-        return self._sound is group
+    # ---- assembling -----------------------------------------------------------------------------
 
-    def forget_unless(self, is_known: Callable[[str], bool]) -> None:
-        """Release versions that were assembled and never imported."""
-        for update_id in [one for one in self._made if not is_known(one)]:
-            self._release(update_id)
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Assemble what is wanted of a version. See `assemble`."""
+        return self.assemble(manifest, None)
 
-    def assemble(
-        self, group: GroupManifest, assembly: Assembly, landing: LandingPlan | None = None
-    ) -> WeightUpdateManifest:
+    def assemble(self, group: WeightUpdateManifest, wanted: WantedLayout | None) -> Attachment:
         """Import the parts that are needed, assemble them, and release them.
 
+        With `wanted`, this is assembled instead of what the end was made for.
+
         Raises:
+            IncompatibleUpdate: something is wanted that the group does not hold.
             DigestMismatch: the manifest is not the one that was published.
             WeightBridgeError: of a part's transport, or of the assembly; nothing is held.
 
         """
-        start = time.perf_counter()
-        self._sound = None
+        group = _checked(group)
+        assembly, landing = self._way(group.layout, wanted)
         try:
             end = None if landing is None else self._end_that_lands(group, assembly.plan)
             if landing is None or end is None:
                 carried = self._copied(group, assembly)
             else:
                 carried = self._landed(group, landing, end)
-            manifest = self._manifest(group, carried, assembly.plan)
-            self.timings_ms[group.update_id] = (time.perf_counter() - start) * 1e3
-            self._made[group.update_id] = manifest
-            needed = {needs.part for needs in assembly.plan.parts}
-            self.meet([part for rank, part in enumerate(group.parts) if rank not in needed])
-        except BaseException:
-            self._made.pop(group.update_id, None)
-            if self._ring is not None:
-                self._ring[1].release(group.update_id)
-            raise
+            self._ring_of(group.group_id).seal_header(group.update_id, group.header_digest)
+            manifest = _assembled(group, carried, assembly.plan)
+            found = self._reader.look(manifest)
         finally:
             for one in self._ends.values():
                 one.settle()
-        return manifest
+            # What is attached has leased its slot.
+            if self._ring is not None:
+                self._ring[1].release(group.update_id)
+        found.digested(carried.digests)
+        found.manifest = manifest
+        needed = {needs.part for needs in assembly.plan.parts}
+        self.meet([part for rank, part in enumerate(group.parts) if rank not in needed])
+        return found
+
+    def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
+        """Begin with a version that an engine's ranks import: nothing of it is attached here."""
+        found = []
+        for part in parts:
+            group = _checked(part.manifest)
+            assert not part.room_nbytes  # what a reader wants of a group is a layout
+            table = group.table if self._wanted is None else self.plan(group.layout).table
+            found.append(Attachment(table, None, is_part=True))
+            self.meet(group.parts)
+        return found
+
+    def _way(self, layout: GroupLayout, wanted: WantedLayout | None) -> _Way:
+        key = layout.digest, "" if wanted is None else wanted.digest
+        way = self._ways.get(key)
+        if way is None:
+            chosen = wanted or self._wanted or everything()
+            if not isinstance(chosen, WantedLayout):
+                chosen = chosen(layout.wholes)
+            assembly = Assembly(make_plan(layout, chosen), num_threads=self._num_threads)
+            way = self._ways[key] = assembly, LandingPlan.make(assembly, layout)
+            while len(self._ways) > _PLANS:
+                self._ways.popitem(last=False)
+        return way
 
     def _copied(self, group: GroupManifest, assembly: Assembly) -> Carried:
         """Copy from the transports' memory into a slot."""
@@ -210,7 +219,6 @@ class GroupEnd(ConsumerEnd):
                 attachments.update(zip(ranks, end.attach_parts(requests), strict=True))
             headers = {rank: one.tensors.pin.header for rank, one in attachments.items()}
             require_sealed(group, headers, self._bound)
-            self._sound = group
             plan = AssemblyPlan(assembly, group, attachments)
             return self._ring_of(group.group_id).carry(plan, {}, group.update_id)
         finally:
@@ -222,14 +230,13 @@ class GroupEnd(ConsumerEnd):
     def _landed(self, group: GroupManifest, plan: LandingPlan, end: ConsumerEnd) -> Carried:
         """Read straight into a slot."""
         ring = self._ring_of(group.group_id)
-        landing = ArenaLanding(plan, ring, self._transport.num_threads)
+        landing = ArenaLanding(plan, ring, self._num_threads)
         slot: Slot | None = None
         try:
             landed = end.read_into(plan.requests(group), landing)
             slot = landed.slot
             ranks = [one.part for one in plan.ranges]
             require_sealed(group, dict(zip(ranks, landed.headers, strict=True)), self._bound)
-            self._sound = group
             digests = landing.finish(group, slot)
             handle = ring.commit(slot, group.update_id, plan.table)
             return Carried(digests=digests, handle=handle)
@@ -262,31 +269,11 @@ class GroupEnd(ConsumerEnd):
             requests.append(request)
         return list(asked.values())
 
-    @staticmethod
-    def _manifest(
-        group: GroupManifest, carried: Carried, plan: ReshardPlan
-    ) -> WeightUpdateManifest:
-        """The assembled version, as an update of the group's stream of versions."""
-        return WeightUpdateManifest(
-            update_id=group.update_id,
-            publisher_id=group.group_id,
-            source_worker=group.parts[0].source_worker,
-            source_rank=0,
-            weight_version=group.weight_version,
-            transport=GROUP,
-            created_at=group.created_at,
-            metadata={**group.metadata, "group_root": group.root},
-            handle=dict(carried.handle),
-            digests=carried.digests,
-            table=plan.table,
-        )
-
     def _ring_of(self, group_id: str) -> SharedPublisher:
         if self._ring is not None and self._ring[0] != group_id:
             # Another stream of versions. Slots of the old one that an engine reads stay mapped.
             _, ring = self._ring
             self._ring = None
-            self._made.clear()
             ring.close()
         if self._ring is None:
             self._ring = (group_id, self._memory.publisher_end(group_id))
@@ -295,52 +282,20 @@ class GroupEnd(ConsumerEnd):
     def _end_of(self, part: WeightUpdateManifest) -> ConsumerEnd:
         end = self._ends.get(part.transport)
         if end is None:
-            transport = self._transport.part_transport(part.transport)
-            end = self._ends[part.transport] = transport.consumer_end(self._worker, self._rank)
-            if transport.binds_header:
+            end, binds_header = self._open_end(part.transport)
+            self._ends[part.transport] = end
+            if binds_header:
                 self._bound.add(part.transport)
         return end
 
-    def _release(self, update_id: str) -> None:
-        if self._made.pop(update_id, None) is not None and self._ring is not None:
-            self._ring[1].release(update_id)
-
-    # ---- a consumer's end -----------------------------------------------------------------------
-
-    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
-        """Attach a version that was assembled here."""
-        found = self._reader.look(manifest)
-        made = self._made.get(manifest.update_id)
-        # The digests belong to one slot: they do not hold for a manifest with another handle.
-        if made is not None and (made.table.digest, made.handle) == (
-            manifest.table.digest,
-            manifest.handle,
-        ):
-            found.digested(made.digests)
-        return found
+    # ---- reports --------------------------------------------------------------------------------
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
-        """Report to every rank that published a part."""
-        known = self._groups.get(manifest.update_id)
-        if known is not None:
-            extra = dict(known[1])
-            if not isinstance(manifest, GroupManifest):
-                extra["assembled_root"] = manifest.root
-            self.report_to_all(
-                known[0], report, None if report.proof is None else {**report.proof, **extra}
-            )
-        if report.state in _OVER:
-            self._lent.discard(manifest.update_id)
-            self._release(manifest.update_id)
-
-    def report_to_all(
-        self, group: GroupManifest, report: UpdateReport, proof: Mapping[str, JSONValue] | None
-    ) -> None:
         """Report to every rank that published a part; best effort if one is gone."""
-        for part in group.parts:
+        for part in _checked(manifest).parts:
             # The parts themselves are released as soon as they are assembled.
             changes = {"update_id": part.update_id, "tensors_held": False}
-            mine = report.model_copy(update={**changes, "proof": proof and dict(proof)})
+            mine = report.model_copy(update=changes)
             try:
                 self._end_of(part).report(part, mine)
             except Exception:  # noqa: BLE001 - logged in full
@@ -370,7 +325,28 @@ class GroupEnd(ConsumerEnd):
         self._reader.close()
         for end in self._ends.values():
             end.close()
-        self._made.clear()
         if self._ring is not None:
             self._ring[1].close()
             self._ring = None
+
+
+def _checked(manifest: WeightUpdateManifest) -> GroupManifest:
+    assert isinstance(manifest, GroupManifest)  # the consumer brings others elsewhere
+    return manifest
+
+
+def _assembled(group: GroupManifest, carried: Carried, plan: ReshardPlan) -> WeightUpdateManifest:
+    """The manifest of what was assembled, as an update of the group's stream of versions."""
+    return WeightUpdateManifest(
+        update_id=group.update_id,
+        publisher_id=group.group_id,
+        source_worker=group.parts[0].source_worker,
+        source_rank=0,
+        weight_version=group.weight_version,
+        transport=GROUP,
+        created_at=group.created_at,
+        metadata={**group.metadata, "group_root": group.root, "wanted": plan.wanted_digest},
+        handle=dict(carried.handle),
+        digests=carried.digests,
+        table=plan.table,
+    )

@@ -10,10 +10,11 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from rl_bridge.assembly.wanted import Wanted, WantedLayout
 from rl_bridge.errors import BridgeClosed, ForeignTransport, MalformedManifest
 from rl_bridge.lifecycle import Observer
 from rl_bridge.manifest.canonical import JSONValue
-from rl_bridge.manifest.group import GROUP
+from rl_bridge.manifest.group import GROUP, GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.trainers.state_dict import Source
 from rl_bridge.transports.base import Transport
@@ -24,7 +25,7 @@ UpdateRef = str | WeightUpdateManifest
 _MAX_RANK = 2**63 - 1
 
 # Every bridge takes these, whatever its transport.
-_OWN_OPTIONS = ("observer", "source_rank", "source_worker", "state_dir", "suspicious")
+_OWN_OPTIONS = (*("observer", "source_rank", "source_worker", "state_dir", "suspicious", "wanted"),)
 
 
 def as_update(given: object, *, caller: str) -> UpdateRef:
@@ -98,6 +99,15 @@ def checked_state_dir(state_dir: object) -> str | os.PathLike[str] | None:
     raise TypeError(f"state_dir={state_dir!r}: expected the path of a directory, or None.")
 
 
+def checked_wanted(given: object) -> Wanted | WantedLayout | None:
+    """Check what is wanted of a version of several parts."""
+    if given is None or isinstance(given, WantedLayout) or callable(given):
+        return given
+    raise TypeError(
+        f"wanted={given!r}: expected what `parallel` or `everything` give, or a layout."
+    )
+
+
 def check_options(kind: type[Transport], options: Iterable[str]) -> None:
     """Check the names of a transport's options."""
     known = _option_names(kind)
@@ -146,16 +156,18 @@ def as_manifest(given: object, *, caller: str) -> WeightUpdateManifest:
 
 def require_transport(manifest: WeightUpdateManifest, name: str) -> None:
     """Refuse what another transport carries: its handle means nothing here."""
-    if manifest.transport == GROUP and name != GROUP:
-        msg = (
-            f"version {manifest.weight_version} lies in the parts of several ranks, and a bridge "
-            f"of {name!r} reads one part. Import it by rl_bridge.groups.GroupBridge."
-        )
-        raise ForeignTransport(msg)
+    if manifest.transport == GROUP:
+        what = "is what one reader assembled of several parts, expected what their publishers sent"
+        remedy = "Import that: nobody else reads its memory"
+        if isinstance(manifest, GroupManifest):
+            what, remedy = "lies in the parts of several ranks, expected one part", "Give that"
+        raise ForeignTransport(f"version {manifest.weight_version} {what}. {remedy}.")
     if manifest.transport != name:
+        several = "; for parts by several transports, import it by rl_bridge.groups.GroupBridge"
         msg = (
             f"version {manifest.weight_version} travels by {manifest.transport!r}, this bridge by "
-            f"{name!r}. Use the same transport on both sides."
+            f"{name!r}. Use the same transport on both sides"
+            f"{several if manifest.weight_layout.world_size > 1 else ''}."
         )
         raise ForeignTransport(msg)
 

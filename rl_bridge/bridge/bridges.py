@@ -3,8 +3,14 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rl_bridge.bridge.arguments import as_manifest, require_transport
+from rl_bridge.assembly.end import GroupEnd, GroupTransport
+from rl_bridge.assembly.plan import ReshardPlan
+from rl_bridge.assembly.wanted import Wanted, WantedLayout
+from rl_bridge.bridge.arguments import as_manifest, check_options, require_transport
 from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.lifecycle import Observer
+from rl_bridge.manifest.group import GROUP
+from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import (
@@ -14,6 +20,7 @@ from rl_bridge.transports.registry import (
     Counters,
     Entry,
     canonical_name,
+    transport_class,
 )
 
 
@@ -124,6 +131,97 @@ class NIXLTensorBridge(TensorBridge):
         """
         halves = (self._publisher, self._consumer)
         return NIXL.counters(*(half.end for half in halves if half is not None))
+
+
+class GroupBridge(TensorBridge):
+    """Imports versions whose parts travel by several transports, each with options of its own.
+
+    Every bridge imports a version of several parts if they all travel by its transport.
+    """
+
+    transport: ClassVar[str] = GROUP
+
+    def __init__(
+        self,
+        wanted: Wanted | WantedLayout | None = None,
+        *,
+        source_worker: str = "rollout",
+        source_rank: int = 0,
+        observer: Observer | None = None,
+        transports: Mapping[str, Mapping[str, object]] | None = None,
+        max_slots: int = 4,
+        num_threads: int | None = None,
+    ) -> None:
+        """Configure; nothing is opened yet.
+
+        Args:
+            wanted: what the engine holds: see `parallel`, `slices` and `everything`. None: every
+                tensor, whole.
+            source_worker: this worker's name.
+            source_rank: its rank.
+            observer: called with every lifecycle transition.
+            transports: name of a transport -> its options, for parts that need some, such as
+                ``{"shared-memory": {"directory": path}}``.
+            max_slots: most assembled versions held in memory at a time.
+            num_threads: threads that verify, copy and digest; None takes the usable cores.
+
+        Raises:
+            TypeError: an option of the wrong type, or one that a part's transport does not have.
+            ValueError: an option out of its range.
+
+        """
+        super().__init__(
+            source_worker=source_worker,
+            source_rank=source_rank,
+            observer=observer,
+            wanted=wanted,
+            transports=transports,
+            max_slots=max_slots,
+            num_threads=num_threads,
+        )
+
+    def _make_transport(self, options: Mapping[str, object]) -> Transport:
+        given: Any = options["transports"]
+        transports = _checked_transports({} if given is None else given)
+        return GroupTransport.create(
+            **{**options, "transports": transports, "wanted": self._wanted}
+        )
+
+    def plan(self, layout: GroupLayout) -> ReshardPlan:
+        """How this consumer's tensors are made of a group with that layout; made once per layout.
+
+        Raises:
+            IncompatibleUpdate: something is wanted that the group does not hold.
+
+        """
+        return self._group_end().plan(layout)
+
+    @property
+    def nixl_counters(self) -> Counters:
+        """Counts of what reading parts over ``nixl`` made so far: see `NIXLTensorBridge.counters`.
+
+        Zeros if no part came that way yet. `NIXLTensorBridge.catalog` lists what a rank holds, and
+        who reads it: it takes a group's ``parts``.
+        """
+        return NIXL.counters(None if self._consumer is None else self._group_end().end_of("nixl"))
+
+    def _group_end(self) -> GroupEnd:
+        end = self.consumer.end
+        assert isinstance(end, GroupEnd)
+        return end
+
+
+def _checked_transports(given: object) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
+    for name, options in given.items() if isinstance(given, Mapping) else [("", given)]:
+        if not isinstance(name, str) or not isinstance(options, Mapping):
+            raise TypeError(
+                f"transports={given!r}: expected name of a transport -> its options, such as "
+                "{'nixl': {'timeout_s': 60.0}}."
+            )
+        check_options(transport_class(name), options)
+        found[canonical_name(name)] = dict(options)
+    return found
 
 
 # Transports whose bridges users know by a class name. Every other one gets a class when asked for.

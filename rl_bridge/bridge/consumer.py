@@ -24,10 +24,11 @@ from typing import Self
 
 import torch
 
+from rl_bridge.assembly.end import GroupEnd
+from rl_bridge.assembly.wanted import Wanted, WantedLayout
 from rl_bridge.bridge.arguments import (
     UpdateRef,
     WeightConsumer,
-    as_manifest,
     in_a_child,
     require_transport,
 )
@@ -51,6 +52,7 @@ from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue, plain
 from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, tensor_digest
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
 from rl_bridge.memory.parts import NOTHING, PartNeeds, leaf_list
@@ -201,7 +203,7 @@ class _Update:
     attachment: Attachment | None = None
     proof: dict[str, JSONValue] | None = None
     timings_ms: dict[str, float] = field(default_factory=dict)
-    needs: PartNeeds | None = None
+    needs: PartNeeds | WantedLayout | None = None
     buffers: list[weakref.ref[object]] = field(default_factory=list)
     is_of_a_copy: bool = False
     is_reported_held: bool = False
@@ -229,8 +231,18 @@ class Consumer:
         source_worker: str,
         source_rank: int,
         observer: Observer | None = None,
+        wanted: Wanted | WantedLayout | None = None,
+        num_threads: int | None = None,
     ) -> None:
         """Open the transport's consumer end.
+
+        Args:
+            transport: by which versions come, or the parts of a version.
+            source_worker: this worker's name.
+            source_rank: its rank.
+            observer: called with every lifecycle transition.
+            wanted: what is assembled of a version of several parts; None: every tensor, whole.
+            num_threads: threads that assemble it; None takes the usable cores.
 
         Raises:
             TransportUnavailable: the transport is blocked here.
@@ -240,6 +252,8 @@ class Consumer:
         self.order = Order()
         self._transport_name = transport.name
         self._binds_header = transport.binds_header
+        self._groups = self.end if isinstance(self.end, GroupEnd) else None
+        self._wanted, self._num_threads = wanted, num_threads
         self._observer = observer
         self._updates: OrderedDict[str, _Update] = OrderedDict()
         self._active: _Update | None = None  # acknowledged last
@@ -329,63 +343,87 @@ class Consumer:
         record = self._updates.get(update_id)
         return record is not None and record.lifecycle.has_taken(Event.ACKNOWLEDGE)
 
+    def imported_manifest(self, manifest: WeightUpdateManifest) -> WeightUpdateManifest:
+        """The manifest of what lies here of an update: itself, or what was assembled of parts."""
+        record = self._updates.get(manifest.update_id)
+        attachment = None if record is None else record.attachment
+        return manifest if attachment is None else attachment.manifest or manifest
+
     # ---- importing ------------------------------------------------------------------------------
 
-    def resolve_update(
-        self,
-        given: object,
-        *,
-        caller: str = "import_update",
-        reads: bool = True,  # noqa: ARG002 - for consumers that make an update of what they read
-    ) -> WeightUpdateManifest:
-        """The manifest that `given` is: an object, or its JSON text."""
-        if isinstance(given, str):
-            return WeightUpdateManifest.from_json(given)
-        return as_manifest(given, caller=caller)
+    def _group_end(self, group: GroupManifest) -> GroupEnd:
+        """The end for versions of several parts; opened when the first one comes."""
+        if self._groups is not self.end:
+            for part in group.parts:
+                require_transport(part, self._transport_name)
+        if self._groups is None:
+            own = self.end, self._binds_header  # (and no reference to this consumer)
+            self._groups = GroupEnd(
+                lambda _: own, wanted=self._wanted, num_threads=self._num_threads
+            )
+        return self._groups
+
+    def _end(self, manifest: WeightUpdateManifest) -> ConsumerEnd:
+        """The end that a version comes by.
+
+        Raises:
+            ForeignTransport: it, or a part of it, travels by another transport.
+
+        """
+        if isinstance(manifest, GroupManifest):
+            return self._group_end(manifest)
+        if manifest.transport != self._transport_name or self._groups is self.end:
+            require_transport(manifest, self._transport_name)
+        return self.end
 
     def import_update(
         self,
         manifest: WeightUpdateManifest,
         *,
-        needs: PartNeeds | None = None,
+        needs: PartNeeds | WantedLayout | None = None,
     ) -> Mapping[str, torch.Tensor]:
         """Make an update's tensors readable here and verify every byte. See `TensorBridge`.
 
         With `needs`, which must be of the same layout, only these ranges are read and verified,
-        unless the bytes arrive on a device, where they are digested as a whole. With `NOTHING`, the
-        caller has the update verified elsewhere and then takes `Event.VERIFY`.
+        unless the bytes arrive on a device, where they are digested as a whole; of a version of
+        several parts, a `WantedLayout` is assembled. With `NOTHING`, the caller has the update
+        verified elsewhere and then takes `Event.VERIFY`.
         """
-        with self.turn(), self.end.in_one_go():
+        with self.turn():
             self.check_open()
-            if needs not in {None, NOTHING} and self.end.place is not CPU_PLACE:
+            end = self._end(manifest)
+            if needs not in {None, NOTHING} and end.place is not CPU_PLACE:
                 needs = None
-            if manifest.transport != self._transport_name:
-                require_transport(manifest, self._transport_name)
-            known = self._updates.get(manifest.update_id)
-            self._check_acceptable(manifest, known)
-            if known is not None and known.attachment is not None:
-                if known.lifecycle.has_taken(Event.VERIFY):
-                    return self._import_again(known, known.attachment, manifest, needs)
-                # An interrupt cut its import off: it begins anew.
-                known.attachment, known = None, None
-            self._collect_garbage()
-            return self._import(manifest, known, needs)
+            with end.in_one_go():
+                known = self._updates.get(manifest.update_id)
+                self._check_acceptable(manifest, known)
+                if known is not None and known.attachment is not None:
+                    if known.lifecycle.has_taken(Event.VERIFY):
+                        return self._import_again(known, known.attachment, manifest, needs)
+                    # An interrupt cut its import off: it begins anew.
+                    known.attachment, known = None, None
+                self._collect_garbage()
+                return self._import(manifest, known, needs)
 
     def _import(
         self,
         manifest: WeightUpdateManifest,
         known: _Update | None,
-        needs: PartNeeds | None,
+        needs: PartNeeds | WantedLayout | None,
     ) -> Mapping[str, torch.Tensor]:
         record = self._announce(manifest.update_id, manifest)
         record.needs = needs
         try:
             start = time.perf_counter()
             attachment = record.attachment = self._attach(manifest, needs)
-            record.timings_ms["attach"] = (time.perf_counter() - start) * 1e3
+            phase = "attach" if attachment.manifest is None else "assemble"
+            record.timings_ms[phase] = (time.perf_counter() - start) * 1e3
             record.lifecycle.fire(Event.IMPORT)
             if needs is NOTHING:
-                if _sealed_header(attachment) == manifest.header_digest:
+                # (The processes that read the parts of a version hold it against their headers.)
+                if isinstance(manifest, GroupManifest) or (
+                    _sealed_header(attachment) == manifest.header_digest
+                ):
                     return LazyTensors(manifest, attachment, weakref.ref(self))
                 # All of its bytes tell what is wrong with it.
                 attachment, needs = self._attach_rest(record, manifest, attachment), None
@@ -397,27 +435,24 @@ class Consumer:
         self._report(record)
         return _tensors_of(manifest, attachment, needs)
 
-    def note_import(self, manifest: WeightUpdateManifest) -> None:
-        """Begin with an update that is imported elsewhere: nothing of it is attached here."""
-        with self.turn():
-            self.check_open()
-            self._check_acceptable(manifest, self._updates.get(manifest.update_id))
-            record = self._announce(manifest.update_id, manifest)
-            record.lifecycle.fire(Event.IMPORT)
-            self._report(record)
-
-    def _attach(self, manifest: WeightUpdateManifest, needs: PartNeeds | None) -> Attachment:
+    def _attach(
+        self, manifest: WeightUpdateManifest, needs: PartNeeds | WantedLayout | None
+    ) -> Attachment:
+        if isinstance(manifest, GroupManifest) and isinstance(needs, WantedLayout):
+            return self._group_end(manifest).assemble(manifest, needs)
+        end = self._end(manifest)
         if needs is None:
-            return self.end.attach(manifest)
+            return end.attach(manifest)
+        assert isinstance(needs, PartNeeds)
         request = PartRequest(manifest=manifest, starts=needs.read_starts, nbytes=needs.read_nbytes)
-        return self.end.attach_parts([request])[0]
+        return end.attach_parts([request])[0]
 
     def _attach_rest(
         self, record: _Update, manifest: WeightUpdateManifest, attachment: Attachment
     ) -> Attachment:
         """All of an update of which nothing was read here before."""
         if attachment.is_part:
-            attachment = record.attachment = self.end.attach(manifest)
+            attachment = record.attachment = self._attach(manifest, None)
         record.needs = None
         return attachment
 
@@ -457,7 +492,7 @@ class Consumer:
         known: _Update,
         attachment: Attachment,
         manifest: WeightUpdateManifest,
-        needs: PartNeeds | None,
+        needs: PartNeeds | WantedLayout | None,
     ) -> Mapping[str, torch.Tensor]:
         """An update that is held: its bytes are read again."""
         needs = None if needs is NOTHING else needs
@@ -487,17 +522,18 @@ class Consumer:
         self, manifest: WeightUpdateManifest, record: _Update, attachment: Attachment
     ) -> None:
         start = time.perf_counter()
-        if record.needs is None or attachment.is_digested:
+        needs = record.needs
+        if not isinstance(needs, PartNeeds) or attachment.is_digested:
             _require_bytes(manifest, attachment)
         else:
             try:
-                _require_part(manifest, attachment, record.needs)
+                _require_part(manifest, attachment, needs)
             except ChecksumMismatch:
                 pin = attachment.tensors.pin
                 if pin.view is None or not pin.view.refresh(pin.address, pin.nbytes):
                     raise
                 # What differed may be pages that this process wrote to in an earlier version.
-                _require_part(manifest, attachment, record.needs)
+                _require_part(manifest, attachment, needs)
         require_header(manifest, attachment, binds_header=self._binds_header)
         record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
 
@@ -579,6 +615,12 @@ class Consumer:
             if manifest is not None and Event.ACKNOWLEDGE in record.lifecycle.moves:
                 self.order.check_newest(manifest)
                 self.order.acknowledged(manifest)
+                if isinstance(manifest, GroupManifest):
+                    evidence["group_root"] = manifest.root
+                    made = self.imported_manifest(manifest)
+                    if made is not manifest:
+                        evidence["assembled_root"] = made.root
+                        evidence["wanted"] = made.metadata["wanted"]
                 record.proof = evidence
                 record.timings_ms |= timings
                 self._active = record
@@ -616,7 +658,8 @@ class Consumer:
                 return
             record.lifecycle.fire(Event.RELEASE)
             self._drop(record)
-            self.end.settle()
+            for end in self._ends:
+                end.settle()
 
     def advance(self, update_id: str, event: Event, *, reason: str | None = None) -> None:
         """Take a fine step: verify, stage, install, tear, undo (an executor's business)."""
@@ -639,7 +682,8 @@ class Consumer:
             self._is_closed = True
             for record in self._updates.values():
                 record.attachment = None
-            self.end.close()
+            for end in self._ends:
+                end.close()
 
     def check_open(self) -> None:
         """Refuse to go on once it was closed."""
@@ -648,6 +692,10 @@ class Consumer:
             raise BridgeClosed(msg)
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    @property
+    def _ends(self) -> list[ConsumerEnd]:
+        return [self.end] if self._groups in {None, self.end} else [self._groups, self.end]
 
     def _record(self, update_id: str, purpose: str) -> _Update:
         record = self._updates.get(update_id)
@@ -734,7 +782,7 @@ class Consumer:
             tensors_held=record.is_reported_held,
         )
         try:
-            self.end.report(manifest, report)
+            self._end(manifest).report(manifest, report)
         except Exception:  # noqa: BLE001 - logged in full
             # What it says has happened: a report that fails must not look like its failure.
             _LOG.exception("the publisher did not get the report %s", report)
@@ -768,18 +816,12 @@ class PlainConsumer:
     def give_up(self, owner: object) -> None:
         """End the claim of `owner`."""
 
-    def resolve_update(
-        self, given: object, *, caller: str = "import_update", reads: bool = True
-    ) -> WeightUpdateManifest:
-        """See `Consumer.resolve_update`."""
-        del reads
-        return as_manifest(given, caller=caller)
+    def imported_manifest(self, manifest: WeightUpdateManifest) -> WeightUpdateManifest:
+        """The manifest of what lies here of an update: itself."""
+        return manifest
 
     def import_update(
-        self,
-        manifest: WeightUpdateManifest,
-        *,
-        needs: PartNeeds | None = None,
+        self, manifest: WeightUpdateManifest, *, needs: PartNeeds | None = None
     ) -> Mapping[str, torch.Tensor]:
         """Import and verify one complete version."""
         del needs
@@ -842,7 +884,7 @@ class LazyTensors(ImportedTensors):
         consumer: "weakref.ref[Consumer]",
     ) -> None:
         """Look at what was attached; nothing is read."""
-        super().__init__(manifest.table, attachment.tensors.pin)
+        super().__init__(attachment.tensors.table, attachment.tensors.held)
         self._manifest = manifest
         self._attachment = attachment
         self._consumer = consumer
@@ -859,9 +901,8 @@ class LazyTensors(ImportedTensors):
             WeightBridgeError: it cannot be fetched: its publisher is gone, the bridge is closed.
 
         """
-        held = super().pin
         if self._is_read:
-            return held
+            return super().pin
         if self._attachment.is_part:
             consumer = self._consumer()
             if consumer is None:
@@ -880,6 +921,7 @@ class LazyTensors(ImportedTensors):
     def forget(self) -> None:
         """Give the memory back."""
         super().forget()
+        self._is_read = True  # and gone
         self._attachment.tensors.forget()
 
 
@@ -939,9 +981,11 @@ class ImportedShare(ImportedTensors):
 
 
 def _tensors_of(
-    manifest: WeightUpdateManifest, attachment: Attachment, needs: PartNeeds | None
+    manifest: WeightUpdateManifest,
+    attachment: Attachment,
+    needs: PartNeeds | WantedLayout | None,
 ) -> ImportedTensors:
-    if needs is None:
+    if not isinstance(needs, PartNeeds):
         return attachment.tensors
     return ImportedShare(manifest, attachment, needs)
 
@@ -989,6 +1033,7 @@ def _encode_texts(value: JSONValue) -> None:
 
 def _require_bytes(manifest: WeightUpdateManifest, attachment: Attachment) -> None:
     """Read every byte, and compare with the manifest."""
+    manifest = attachment.manifest or manifest
     found = attachment.digests()
     if found != manifest.digests:
         found = attachment.refresh(manifest.digests, found)
@@ -1032,7 +1077,7 @@ def require_header(
         )
         raise DigestMismatch(msg)
     if sealed and sealed != manifest.header_digest:
-        in_groups = "; a part of a group comes with its group: import that with GroupBridge"
+        in_groups = "; a part of a group comes with its group: import that"
         msg = (
             f"version {manifest.weight_version}: the manifest's header (weight_version, metadata, "
             "source_worker, source_rank, created_at, handle) was changed on its way: its digest is "

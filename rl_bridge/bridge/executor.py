@@ -16,7 +16,13 @@ from typing import Self
 
 import torch
 
-from rl_bridge.bridge.arguments import UpdateRef, WeightConsumer, in_a_child, update_id_of
+from rl_bridge.bridge.arguments import (
+    UpdateRef,
+    WeightConsumer,
+    as_manifest,
+    in_a_child,
+    update_id_of,
+)
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.consumer import PlainConsumer
 from rl_bridge.bridge.engine_state import Acknowledgement, EngineState
@@ -154,8 +160,7 @@ class RolloutExecutor:
         """A new update, behind whatever came before it."""
         engine = self._engine
         consumer = engine.consumer
-        reads = not engine.adapter.imports_itself
-        manifest = consumer.resolve_update(given, caller=caller, reads=reads)
+        manifest = as_manifest(given, caller=caller)
         self._give_up_pending()
         name = f"version {manifest.weight_version} (update {manifest.update_id})"
         if manifest.update_id == engine.update_id:

@@ -8,13 +8,16 @@ from typing import ClassVar, NoReturn, Self
 
 import torch
 
+from rl_bridge.assembly.wanted import Wanted, WantedLayout
 from rl_bridge.bridge.arguments import (
     UpdateRef,
+    as_manifest,
     as_update,
     check_options,
     checked_observer,
     checked_rank,
     checked_state_dir,
+    checked_wanted,
     checked_worker,
     in_a_child,
     update_id_of,
@@ -27,6 +30,7 @@ from rl_bridge.lifecycle import STATUS, Observer, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.passes import checked_threads
 from rl_bridge.trainers.state_dict import Source
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import transport_class
@@ -51,6 +55,7 @@ class TensorBridge:
         state_dir: str | os.PathLike[str] | None = None,
         suspicious: Policy | str = Policy.WARN,
         observer: Observer | None = None,
+        wanted: Wanted | WantedLayout | None = None,
         **options: object,
     ) -> None:
         """Configure; nothing is opened yet.
@@ -61,6 +66,8 @@ class TensorBridge:
             state_dir: directory in which the publisher keeps its last version across restarts.
             suspicious: what `publish` does about a no-op or narrowed update: off, warn or reject.
             observer: called with every lifecycle transition.
+            wanted: what is imported of a version that several ranks published (`GroupPublisher`),
+                such as ``parallel(tensor=TensorParallel(...))``. None: every tensor, whole.
             options: the transport's own, such as ``directory``, ``max_slots``, ``num_threads``.
 
         Raises:
@@ -73,6 +80,8 @@ class TensorBridge:
         self._state_dir = checked_state_dir(state_dir)
         self._suspicious = Policy(suspicious)
         self._observer = checked_observer(observer)
+        self._wanted = checked_wanted(wanted)
+        self._num_threads = checked_threads(options.get("num_threads"))
         self._transport = self._make_transport(options)
         self._lock = threading.RLock()
         self._pid: int | None = None
@@ -128,6 +137,8 @@ class TensorBridge:
             source_worker=self.source_worker,
             source_rank=self.source_rank,
             observer=self._observer,
+            wanted=self._wanted,
+            num_threads=self._num_threads,
         )
 
     def _make_transport(self, options: Mapping[str, object]) -> Transport:
@@ -243,8 +254,7 @@ class TensorBridge:
             WeightManifestValidationError: its other subclasses, one per reason.
 
         """
-        consumer = self.consumer
-        return consumer.import_update(consumer.resolve_update(manifest))
+        return self.consumer.import_update(as_manifest(manifest, caller="import_update"))
 
     @deferred_interrupts()
     def acknowledge(

@@ -162,6 +162,8 @@ class Transaction:
         manifest, previous = self.manifest, self._engine.active
         reads = not self._imports_itself if reads is None else reads
         self.tensors = self._consumer.import_update(manifest, needs=None if reads else NOTHING)
+        if not self._imports_itself:
+            self.manifest = manifest = self._consumer.imported_manifest(manifest)
         # Another stream begins anew: with the same weights, or with another wire dtype. And this
         # update itself may come again, after its release.
         if (

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from rl_bridge.assembly.wanted import WantedLayout
-from rl_bridge.bridge.bridges import make_weight_bridge
+from rl_bridge.bridge.bridges import GroupBridge, make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import MalformedManifest
-from rl_bridge.groups.bridge import GroupBridge, GroupConsumer
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.group import GROUP
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -117,13 +116,8 @@ class EngineBridges:
 
         """
         consumer = self.of(manifest, rank).consumer
-        if not isinstance(consumer, GroupConsumer):
-            assert not isinstance(needs, WantedLayout)
-            return manifest, consumer.import_update(manifest, needs=needs)
-        assert not isinstance(needs, PartNeeds)
-        with consumer.turn(), consumer.end.in_one_go():
-            assembled = consumer.resolve_update(manifest, wanted=needs)
-            return assembled, consumer.import_update(assembled)
+        tensors = consumer.import_update(manifest, needs=needs)
+        return consumer.imported_manifest(manifest), tensors
 
     def made(self, manifest: WeightUpdateManifest) -> TensorBridge | None:
         """The bridge that imported it, if one did."""

@@ -16,7 +16,7 @@ from rl_bridge.assembly.wanted import (
     parallel,
     slices,
 )
-from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.bridge.bridges import GroupBridge
 from rl_bridge.groups.exchange import (
     FunctionExchange,
     GroupExchange,

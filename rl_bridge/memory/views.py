@@ -30,6 +30,7 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.manifest.digest import digest_rows, digests_differ
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
@@ -437,18 +438,20 @@ class Attachment:
     def __init__(
         self,
         table: TensorTable,
-        pin: Pin,
-        plan: Pass,
+        pin: Pin | None,
+        plan: Pass | None = None,
         *,
         num_threads: int | None = None,
         is_part: bool = False,
     ) -> None:
-        """Attach to a pinned arena.
+        """Attach to a pinned arena; `plan` digests it.
 
         With `is_part`, only ranges that were asked for are in it; if there were none, it need not
-        have room for the others.
+        have room for the others, and there need not be one.
         """
         self.tensors = ImportedTensors(table, pin)
+        self.manifest: WeightUpdateManifest | None = None
+        """What was assembled here of several parts; None where it is the update itself."""
         self.is_part = is_part
         self._plan = plan
         self._num_threads = num_threads
@@ -482,6 +485,7 @@ class Attachment:
         return self._digest_all()
 
     def _digest_all(self) -> bytes:
+        assert self._plan is not None
         return self._plan.digest(self.tensors.addresses, num_threads=self._num_threads)
 
     def refresh(self, expected: bytes, found: bytes) -> bytes:

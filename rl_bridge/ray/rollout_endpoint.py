@@ -17,10 +17,10 @@ from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import EngineLost, TornEngine, WeightBridgeUnavailableError
-from rl_bridge.groups.bridge import GroupBridge
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.ray.calls import RolloutAnswer
 from rl_bridge.ray.pairing import EndpointFacts, PairChoice, look_around
 
@@ -211,16 +211,13 @@ class RolloutEndpoint:
         return None if (channel := self._channel) is None else channel.holder
 
     def _install(self, executor: RolloutExecutor, text: str) -> None:
-        if not isinstance(executor.bridge, GroupBridge):
-            executor.update_weights(text)
-            return
-        group = GroupManifest.from_json(text)
-        last = None if self._holder is None else self._holder.last_ack
-        held = None if last is None else last.update_id
-        self._groups = {one: root for one, root in self._groups.items() if one == held}
-        self._groups[group.update_id] = group.root
-        # The executor's bridge turns it into the manifest of the assembled version.
-        executor.update_weights(group)
+        manifest = WeightUpdateManifest.from_json(text)
+        if isinstance(manifest, GroupManifest):
+            last = None if self._holder is None else self._holder.last_ack
+            held = None if last is None else last.update_id
+            self._groups = {one: root for one, root in self._groups.items() if one == held}
+            self._groups[manifest.update_id] = manifest.root
+        executor.update_weights(manifest)
 
     def _join(self, chosen: PairChoice) -> None:
         choice = (chosen.transport, chosen.group, chosen.consumer_options)
@@ -244,10 +241,11 @@ class RolloutEndpoint:
             **self._options.get(chosen.transport, {}),
             **chosen.consumer_options,
         }
-        who: dict[str, Any] = {"source_worker": self._worker, "source_rank": self._rank}
         if chosen.group:
-            return GroupBridge(self._wanted(), transports={chosen.transport: options}, **who)
-        return make_weight_bridge(chosen.transport, **who, **options)
+            options["wanted"] = self._wanted()
+        return make_weight_bridge(
+            chosen.transport, source_worker=self._worker, source_rank=self._rank, **options
+        )
 
     def _answer(self, outcome: Outcome, error: Exception | None = None) -> RolloutAnswer:
         holder = self._holder

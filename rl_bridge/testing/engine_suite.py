@@ -32,7 +32,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups import GroupBridge
 from rl_bridge.groups.exchange import StoreExchange
 from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.manifest.group import GroupManifest

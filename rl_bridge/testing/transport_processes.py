@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rl_bridge.errors import WeightBridgeError
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.parts import NOTHING
 from rl_bridge.testing.faults import Fault, KillAt, Step, die
 from rl_bridge.testing.peer import BridgeOver, hashes, id_of, sample_weights
@@ -217,9 +218,7 @@ class ProcessesComeAndGo(TransportCase):
     ) -> None:
         """Its consumer asks for a tensor only then."""
         victim = make_peer(worker="trainer")
-        manifest = consumer.consumer.resolve_update(
-            victim.call("publish", seed=1, weight_version=1)
-        )
+        manifest = WeightUpdateManifest.from_json(victim.call("publish", seed=1, weight_version=1))
         tensors = consumer.consumer.import_update(manifest, needs=NOTHING)
         victim.kill()
         with watchdog(30), suppress(WeightBridgeError):

@@ -502,8 +502,9 @@ class _Copy(Attachment):
     def __init__(self, source: Attachment, pin: Pin) -> None:
         plan, threads = source._plan, source._num_threads  # noqa: SLF001 - of its own kind
         super().__init__(source.tensors.table, pin, plan, num_threads=threads)
+        assert plan is not None  # it has bytes
         pin.header = source.tensors.pin.header
-        self._copied: bytes | None = self._plan.copy_digest(
+        self._copied: bytes | None = plan.copy_digest(
             source.tensors.addresses, self.tensors.addresses, num_threads=self._num_threads
         )
 

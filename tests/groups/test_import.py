@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
-from rl_bridge.assembly.end import REMEMBERED as _REMEMBERED
 from rl_bridge.assembly.end import GroupEnd
 from rl_bridge.assembly.wanted import TensorParallel, Wanted, everything, parallel, slices
+from rl_bridge.bridge.consumer import REMEMBERED
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
@@ -30,7 +30,7 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups import GroupBridge
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
@@ -152,8 +152,9 @@ def test_assemblies_of_the_same_layout_are_compared() -> None:
         other = slices({"embed": [slice(4, 8)]})
         liar = stack.enter_context(GroupBridge(other))
         liar.import_update(manifest)
-        known = liar.consumer.end._groups
-        known[manifest.update_id][1]["wanted"] = engines[0].plan(manifest.layout).wanted_digest  # type: ignore[index]
+        lying = liar.consumer.imported_manifest(manifest)
+        wanted = engines[0].plan(manifest.layout).wanted_digest
+        lying.__dict__["metadata"] = {**lying.metadata, "wanted": wanted}
         liar.acknowledge(manifest)
         with pytest.raises(ChecksumMismatch, match="wanted the same and assembled different bytes"):
             publisher.assembled_roots(manifest)
@@ -376,11 +377,34 @@ def test_an_ordinary_update_is_none_of_a_groups() -> None:
             bridge.import_update(manifest)
 
 
-def test_an_ordinary_bridge_says_what_a_groups_manifest_is_not() -> None:
-    with trainers(1) as group, make_weight_bridge("shared-memory") as bridge:
-        manifest = group.publish(shards(1, 1), 1)
-        with pytest.raises(ForeignTransport, match="parts of several ranks"):
+@pytest.mark.parametrize("transport", ["shared-memory", "local-clone"])
+def test_the_bridge_of_the_parts_transport_takes_a_group(transport: str) -> None:
+    with trainers(2, transport) as group, make_weight_bridge(transport) as bridge:
+        adapter = ModuleInstallAdapter(engine := model(SHAPES))
+        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+        for version in (1, 2, 3):
+            manifest = group.publish(shards(version), version)
+            executor.update_weights(manifest.to_json())
+            assert same(engine, model(SHAPES, version))
+            group.release(manifest)
+        states = [one.consumers(manifest)[0].state for one in group.publishers]
+        assert states == ["acknowledged"] * 2
+
+
+def test_a_bridge_reads_the_share_that_is_wanted() -> None:
+    with (
+        trainers(2) as group,
+        make_weight_bridge("shared-memory", wanted=parallel(tensor=HALF)) as bridge,
+    ):
+        assert same(bridge.import_update(group.publish(shards(1), 1)), expected(1))
+
+
+def test_a_bridge_refuses_parts_that_travel_by_another_transport() -> None:
+    with trainers(2, "local-clone") as group, make_weight_bridge("shared-memory") as bridge:
+        manifest = group.publish(shards(1), 1)
+        with pytest.raises(ForeignTransport, match="import it by rl_bridge"):
             bridge.import_update(manifest)
+        assert group.publishers[0].consumers(manifest) == []
 
 
 def test_options_of_parts_are_checked_when_the_bridge_is_made() -> None:
@@ -397,22 +421,13 @@ def test_an_interrupted_assembly_holds_nothing(monkeypatch: pytest.MonkeyPatch) 
         def interrupted(*_: object) -> Wanted:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("rl_bridge.assembly.end.GroupEnd._manifest", interrupted)
+        monkeypatch.setattr("rl_bridge.assembly.end._assembled", interrupted)
         with pytest.raises(KeyboardInterrupt):
             bridge.import_update(manifest)
         monkeypatch.undo()
         group.release(manifest)
         manifest = group.publish(shards(2), 2)
         assert same(bridge.import_update(manifest), model(SHAPES, 2))
-
-
-def test_an_assembled_version_that_is_never_imported_is_released() -> None:
-    with trainers(2) as group, GroupBridge(max_slots=1) as bridge:
-        for version in (1, 2, 3):
-            manifest = group.publish(shards(version), version)
-            bridge.resolve_update(manifest)
-            group.release(manifest)
-        assert same(bridge.import_update(manifest), model(SHAPES, 3))
 
 
 # ---- manifests that were changed on their way ----------------------------------------------------
@@ -525,7 +540,7 @@ def test_a_changed_copy_does_not_replace_the_report_about_the_published_one() ->
 def test_a_part_says_that_it_comes_with_its_group() -> None:
     with trainers(2) as group, make_weight_bridge("shared-memory") as bridge:
         manifest = group.publish(SHARDS, 1)
-        with pytest.raises(DigestMismatch, match="import that with GroupBridge"):
+        with pytest.raises(DigestMismatch, match="a part of a group comes with its group"):
             bridge.import_update(manifest.parts[0])
 
 
@@ -626,7 +641,7 @@ def test_the_active_version_is_still_reported_after_many_refused_ones() -> None:
         active = group.publish(shards(1), 1)
         found = bridge.import_update(active)
         bridge.acknowledge(active)
-        for version in range(2, 2 + 2 * _REMEMBERED):
+        for version in range(2, 2 + 2 * REMEMBERED):
             refused = group.publish(shards(version), version)
             bridge.reject(refused, "not this one")
             group.release(refused)
@@ -660,9 +675,8 @@ def test_tensors_outlive_a_closed_bridge() -> None:
 
 
 @pytest.mark.parametrize("was_used", [True, False])
-@pytest.mark.parametrize("method", ["import_update", "resolve_update"])
 def test_a_closed_bridge_assembles_nothing(
-    method: str, monkeypatch: pytest.MonkeyPatch, *, was_used: bool
+    monkeypatch: pytest.MonkeyPatch, *, was_used: bool
 ) -> None:
     monkeypatch.setattr(GroupEnd, "assemble", lambda *_args: pytest.fail("it read the parts"))
     with trainers(2) as group:
@@ -671,4 +685,4 @@ def test_a_closed_bridge_assembles_nothing(
             assert bridge.consumer
         bridge.close()
         with pytest.raises(BridgeClosed):
-            getattr(bridge, method)(group.publish(shards(1), 1))
+            bridge.import_update(group.publish(shards(1), 1))

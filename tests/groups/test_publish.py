@@ -26,7 +26,7 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups import GroupBridge
 from rl_bridge.groups.exchange import FunctionExchange, ProcessGroupExchange, StoreExchange
 from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.manifest.digest import LEAF_NBYTES

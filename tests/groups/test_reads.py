@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from rl_bridge.assembly import assemble as group_landing
 from rl_bridge.assembly.assemble import Assembly, LandingPlan
+from rl_bridge.assembly.end import GroupEnd
 from rl_bridge.assembly.plan import make_plan
 from rl_bridge.assembly.wanted import (
     Fused,
@@ -46,6 +47,7 @@ from rl_bridge.memory.slots import ARRIVING, Slot
 from rl_bridge.memory.views import Attachment, ImportedTensors, Pin, anonymous_pin
 from rl_bridge.testing.faults import flip_byte
 from rl_bridge.transports.base import ConsumerEnd, Landed, Landing, PartRequest
+from rl_bridge.transports.shared_memory import SharedPublisher
 from tests.groups.meshes import Shards, cut, flat_cut, model, same, share
 from tests.groups.rig import AroundEnd, local_clone_through, trainers
 from tests.groups.test_reshard import layout_of
@@ -148,10 +150,16 @@ def flat(num: int) -> list[Shards]:
     return flat_cut(found, num)
 
 
-def ring_of(bridge: GroupBridge) -> list[Slot]:
+def publisher_of(bridge: GroupBridge) -> SharedPublisher:
+    """The end that holds what was assembled."""
     end = bridge.consumer.end
+    assert isinstance(end, GroupEnd)
     assert end._ring is not None
-    return end._ring[1]._ring._slots
+    return end._ring[1]
+
+
+def ring_of(bridge: GroupBridge) -> list[Slot]:
+    return publisher_of(bridge)._ring._slots
 
 
 HALF = parallel(tensor=TensorParallel(2, 1, {"big": 0, "small": 0}))
@@ -328,7 +336,7 @@ def test_a_slot_that_a_late_read_may_still_write_is_not_used_again(
         third = group.publish(shards(3), 3)
         with pytest.raises(SlotsExhausted, match="may still write to one"):
             bridge.import_update(third)
-        bridge.consumer.end._ring[1].abandon(late[0])  # type: ignore[index]
+        publisher_of(bridge).abandon(late[0])
         assert torch.equal(bridge.import_update(third)["big"], model(SHAPES, 3)["big"])
     assert len(sky.landed) == 2
 

@@ -198,7 +198,8 @@ def test_whole_tensors_of_the_shapes_of_a_ranks_boxes_are_refused_behind_a_good_
         for rank in ranks:
             rank.update(good)
         half = group.publish(cut(half_of(weights()), 2, dims), 2)
-        for manifest in (half, assembler.resolve_update(half)):
+        assembler.import_update(half)
+        for manifest in (half, assembler.consumer.imported_manifest(half)):
             with pytest.raises((IncompatibleUpdate, RuntimeError), match="start"):
                 ranks[1].installer.needs(manifest)
 
@@ -208,8 +209,9 @@ def test_a_bridge_never_shows_one_layouts_memory_as_anothers() -> None:
     with trainers(2) as group, GroupBridge(columns) as bridge:
         manifest = group.publish(cut(weights(), 2, {"rows": 0, "norm": 0, "columns": 0}), 1)
         bridge.import_update(manifest)
-        with pytest.raises(WeightUpdateRejectedError, match="in another layout"):
-            bridge.consumer.resolve_update(manifest, wanted=everything()(manifest.layout.wholes))
+        whole = everything()(manifest.layout.wholes)
+        with pytest.raises(WeightUpdateRejectedError, match="another part of it"):
+            bridge.consumer.import_update(manifest, needs=whole)
 
 
 def test_the_mapping_of_a_version_that_ranks_import_is_read_once_and_not_behind_its_release() -> (

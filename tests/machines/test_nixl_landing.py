@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from rl_bridge.assembly.end import GroupEnd
 from rl_bridge.assembly.wanted import TensorParallel, parallel
-from rl_bridge.errors import ChecksumMismatch, StaleUpdate, TransferTimeout, WeightBridgeError
+from rl_bridge.errors import ForeignTransport, StaleUpdate, TransferTimeout, WeightBridgeError
 from rl_bridge.groups import GroupBridge, GroupManifest
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -38,11 +39,13 @@ def shards(version: int) -> list[Shards]:
 
 def consumer_of(bridge: GroupBridge) -> NIXLConsumer:
     end = bridge.consumer.end
+    assert isinstance(end, GroupEnd)
     return cast("NIXLConsumer", end._ends["nixl"])
 
 
 def ring_of(bridge: GroupBridge) -> list[Slot]:
     end = bridge.consumer.end
+    assert isinstance(end, GroupEnd)
     assert end._ring is not None
     return end._ring[1]._ring._slots
 
@@ -204,11 +207,13 @@ def test_the_handle_of_another_share_is_not_taken_for_the_bytes_that_were_digest
         GroupBridge(shares[1], source_rank=1) as other,
     ):
         manifest = ranks.publish(cut(model(sizes, 1), 2, dict(rows)), 1)
-        mine, theirs = bridge.resolve_update(manifest), other.resolve_update(manifest)
+        bridge.import_update(manifest)
+        other.import_update(manifest)
+        mine, theirs = (one.consumer.imported_manifest(manifest) for one in (bridge, other))
         assert mine.table.digest == theirs.table.digest
         document = {name: getattr(mine, name) for name in type(mine).model_fields}
         document |= {"metadata": thaw(mine.metadata), "handle": thaw(theirs.handle)}
-        with pytest.raises(ChecksumMismatch, match="tensor checksum mismatch for 'a'"):
+        with pytest.raises(ForeignTransport, match="nobody else reads its memory"):
             bridge.import_update(WeightUpdateManifest(**document))
 
 
