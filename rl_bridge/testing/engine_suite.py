@@ -32,7 +32,6 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.groups import GroupBridge
 from rl_bridge.groups.exchange import StoreExchange
 from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.manifest.group import GroupManifest
@@ -974,10 +973,8 @@ class Rig:
     def driven(self, **options: Any) -> Iterator[tuple[RolloutExecutor, _Calls, EngineDriver]]:
         """An executor with a driver of its own."""
         driver, calls = self.driver(**options)
-        is_sharded = self._suite.publishers > 1
-        make = GroupBridge if is_sharded else partial(make_weight_bridge, self._suite.transport)
         with (
-            make(source_worker="driver") as bridge,
+            make_weight_bridge(self._suite.transport, source_worker="driver") as bridge,
             RolloutExecutor(
                 weight_bridge=bridge, weight_install_adapter=driver, suspicious="off"
             ) as executor,

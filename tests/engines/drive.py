@@ -14,7 +14,6 @@ from typing import Any
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines.vllm.client import connect
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter, VLLMServing
-from rl_bridge.groups import GroupBridge
 from tests.engines.models import Kind
 
 PROMPTS: tuple[tuple[int, ...], ...] = (
@@ -148,7 +147,6 @@ def executor_for(
     loop: Any = None,
     serving: Mapping[str, Any] | None = None,
     take_over: bool = True,
-    of_groups: bool = False,
     **options: Any,
 ) -> Iterator[RolloutExecutor]:
     """An executor of its own bridge around an engine.
@@ -159,7 +157,6 @@ def executor_for(
         serving: what `VLLMServing` takes.
         take_over: True takes the engine from the executor that a test began with; that one has it
             again with its next update.
-        of_groups: what is installed comes of several trainer ranks.
         options: what `VLLMEngineAdapter` takes.
 
     """
@@ -168,9 +165,7 @@ def executor_for(
     if serving is not None:
         options["serving"] = VLLMServing(**serving)
     with (
-        GroupBridge(source_worker="rollout")
-        if of_groups
-        else make_weight_bridge("shared-memory", source_worker="rollout") as bridge,
+        make_weight_bridge("shared-memory", source_worker="rollout") as bridge,
         closing(VLLMEngineAdapter(engine, take_over=take_over, **options)) as adapter,
         RolloutExecutor(
             weight_bridge=bridge, weight_install_adapter=adapter, suspicious="off"

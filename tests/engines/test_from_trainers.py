@@ -67,7 +67,7 @@ def run(
     second = references.of(SETTING, 1)
     with (
         start(SETTING, paths[0]) as llm,
-        executor_for(llm, of_groups=True) as executor,
+        executor_for(llm) as executor,
         Elsewhere(4, tmp_path_factory.mktemp("ranks"), CASES, sys.executable, CASES) as ranks,
     ):
         yield Run(

@@ -17,7 +17,6 @@ from rl_bridge.engines.sglang.client import connect
 from rl_bridge.engines.sglang.engine_adapter import SGLangServing
 from rl_bridge.engines.sglang.loaders import ROUTES, DiskRoute, RouteName
 from rl_bridge.engines.staging import Staging
-from rl_bridge.groups import GroupBridge
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.testing.processes import until
 from tests.engines.models import Checkpoints, Kind
@@ -93,7 +92,6 @@ def executor_for(
     api_key: str | None = None,
     directory: Path | None = None,
     serving: Mapping[str, Any] | None = None,
-    of_groups: bool = False,
     **options: Any,
 ) -> Iterator[RolloutExecutor]:
     """An executor of its own bridge around an engine.
@@ -103,7 +101,6 @@ def executor_for(
         api_key: of a server.
         directory: for the route ``disk``.
         serving: what `SGLangServing` takes.
-        of_groups: what is installed comes of several trainer ranks.
         options: what `SGLangInstallAdapter` takes.
 
     """
@@ -114,9 +111,7 @@ def executor_for(
     if api_key is not None:
         engine = connect(engine, api_key=api_key)
     with (
-        GroupBridge(source_worker="rollout")
-        if of_groups
-        else make_weight_bridge("shared-memory", source_worker="rollout") as bridge,
+        make_weight_bridge("shared-memory", source_worker="rollout") as bridge,
         closing(SGLangInstallAdapter(engine, **options)) as adapter,
         RolloutExecutor(
             weight_bridge=bridge, weight_install_adapter=adapter, suspicious="off"

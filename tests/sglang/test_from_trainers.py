@@ -45,7 +45,7 @@ def run(
     paths = [checkpoints.path(KIND, version) for version in (0, 1)]
     cases, imports = "tests.trainers_torch.publishing", "tests.trainers.megatron_cases"
     with (
-        executor_for(bench.engine, of_groups=True) as executor,
+        executor_for(bench.engine) as executor,
         Elsewhere(4, tmp_path_factory.mktemp("ranks"), cases, PYTHON, imports) as ranks,
     ):
         yield Run(

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from rl_bridge import FSDPWeightExtractor, ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.groups import (
-    GroupBridge,
     GroupPublisher,
     ProcessGroupExchange,
     TensorParallel,
@@ -151,14 +150,16 @@ def owner(rank: int, engines: list[Connection], transport: str, meet: str) -> No
 # ---- the engine
 
 
-def engine(rank: int, line: Connection) -> None:
+def engine(rank: int, transport: str, line: Connection) -> None:
     """The process of an engine's rank: installs each version that it is told of."""
     torch.set_num_threads(1)
     weights = {
         name: torch.zeros_like(share(rank, name, one)) for name, one in Model().state_dict().items()
     }
     wanted = parallel(tensor=TensorParallel(ENGINES, rank, CUTS))
-    with GroupBridge(wanted, source_worker="engine", source_rank=rank) as bridge:
+    with make_weight_bridge(
+        transport, source_worker="engine", source_rank=rank, wanted=wanted
+    ) as bridge:
         adapter = ModuleInstallAdapter(weights)
         with RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter) as executor:
             while (manifest := line.recv_bytes()) != b"stop":
@@ -181,7 +182,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         meet = str(Path(folder) / "meet")
         processes = [
-            SPAWN.Process(target=engine, args=(rank, there), daemon=True)
+            SPAWN.Process(target=engine, args=(rank, transport, there), daemon=True)
             for rank, (_, there) in enumerate(pairs)
         ]
         for rank in range(OWNERS):

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from rl_bridge import MegatronWeightExtractor, RolloutExecutor, make_weight_bridge
 from rl_bridge.groups import (
-    GroupBridge,
     GroupPublisher,
     ProcessGroupExchange,
     TensorParallel,
@@ -126,7 +125,7 @@ def engine(line: Connection, degree: int, rank: int) -> None:
     """One rank of an engine: says what it wants, and installs each version."""
     torch.set_num_threads(1)
     wanted = parallel(tensor=TensorParallel(degree=degree, rank=rank, dims=CUT))
-    with GroupBridge(wanted, source_rank=rank) as bridge:
+    with make_weight_bridge("shared-memory", source_rank=rank, wanted=wanted) as bridge:
         executor = RolloutExecutor(weight_bridge=bridge)
         while text := line.recv_bytes().decode():
             executor.update_weights(text)
