@@ -182,7 +182,7 @@ class GroupEnd(ConsumerEnd):
             if self._ring is not None:
                 self._ring[1].release(group.update_id)
         found.digested(carried.digests)
-        found.manifest = manifest
+        found.tensors.manifest = manifest
         needed = {needs.part for needs in assembly.plan.parts}
         self.meet([part for rank, part in enumerate(group.parts) if rank not in needed])
         return found

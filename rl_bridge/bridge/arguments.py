@@ -135,25 +135,6 @@ def _option_names(kind: type[Transport]) -> list[str] | None:
 _LOG = logging.getLogger(__name__)
 
 
-def as_manifest(given: object, *, caller: str) -> WeightUpdateManifest:
-    """Read a manifest that is given as an object or as its JSON text.
-
-    Raises:
-        MalformedManifest: it is neither.
-        WeightManifestValidationError: its text describes none that could be imported.
-
-    """
-    if isinstance(given, str | bytes):
-        return WeightUpdateManifest.from_json(given)
-    if isinstance(given, WeightUpdateManifest):
-        return given
-    msg = (
-        f"{caller} got a {type(given).__name__}, expected a WeightUpdateManifest or its JSON. Pass "
-        "what publish returned, or the text of its to_json()."
-    )
-    raise MalformedManifest(msg)
-
-
 def require_transport(manifest: WeightUpdateManifest, name: str) -> None:
     """Refuse what another transport carries: its handle means nothing here."""
     if manifest.transport == GROUP:

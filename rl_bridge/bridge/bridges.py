@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from rl_bridge.assembly.end import GroupEnd, GroupTransport
 from rl_bridge.assembly.plan import ReshardPlan
 from rl_bridge.assembly.wanted import Wanted, WantedLayout
-from rl_bridge.bridge.arguments import as_manifest, check_options, require_transport
+from rl_bridge.bridge.arguments import check_options, require_transport
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.lifecycle import Observer
 from rl_bridge.manifest.group import GROUP
@@ -115,7 +115,7 @@ class NIXLTensorBridge(TensorBridge):
             if self._publisher is None:
                 return ()
             return NIXL.catalog(self.publisher.end)
-        manifest = as_manifest(manifest, caller="catalog")
+        manifest = WeightUpdateManifest.of(manifest, caller="catalog")
         require_transport(manifest, self.transport)
         consumer = self.consumer
         with consumer.turn():

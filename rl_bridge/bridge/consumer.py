@@ -343,12 +343,6 @@ class Consumer:
         record = self._updates.get(update_id)
         return record is not None and record.lifecycle.has_taken(Event.ACKNOWLEDGE)
 
-    def imported_manifest(self, manifest: WeightUpdateManifest) -> WeightUpdateManifest:
-        """The manifest of what lies here of an update: itself, or what was assembled of parts."""
-        record = self._updates.get(manifest.update_id)
-        attachment = None if record is None else record.attachment
-        return manifest if attachment is None else attachment.manifest or manifest
-
     # ---- importing ------------------------------------------------------------------------------
 
     def _group_end(self, group: GroupManifest) -> GroupEnd:
@@ -381,7 +375,7 @@ class Consumer:
         manifest: WeightUpdateManifest,
         *,
         needs: PartNeeds | WantedLayout | None = None,
-    ) -> Mapping[str, torch.Tensor]:
+    ) -> ImportedTensors:
         """Make an update's tensors readable here and verify every byte. See `TensorBridge`.
 
         With `needs`, which must be of the same layout, only these ranges are read and verified,
@@ -410,13 +404,13 @@ class Consumer:
         manifest: WeightUpdateManifest,
         known: _Update | None,
         needs: PartNeeds | WantedLayout | None,
-    ) -> Mapping[str, torch.Tensor]:
+    ) -> ImportedTensors:
         record = self._announce(manifest.update_id, manifest)
         record.needs = needs
         try:
             start = time.perf_counter()
             attachment = record.attachment = self._attach(manifest, needs)
-            phase = "attach" if attachment.manifest is None else "assemble"
+            phase = "attach" if attachment.tensors.manifest is None else "assemble"
             record.timings_ms[phase] = (time.perf_counter() - start) * 1e3
             record.lifecycle.fire(Event.IMPORT)
             if needs is NOTHING:
@@ -493,7 +487,7 @@ class Consumer:
         attachment: Attachment,
         manifest: WeightUpdateManifest,
         needs: PartNeeds | WantedLayout | None,
-    ) -> Mapping[str, torch.Tensor]:
+    ) -> ImportedTensors:
         """An update that is held: its bytes are read again."""
         needs = None if needs is NOTHING else needs
         if needs is None and known.needs is NOTHING and known.manifest == manifest:
@@ -603,8 +597,13 @@ class Consumer:
         *,
         proof: Mapping[str, JSONValue] | None = None,
         timings_ms: Mapping[str, float] | None = None,
-    ) -> None:
-        """Say that an update is installed; it becomes the active one. See `TensorBridge`."""
+    ) -> dict[str, float]:
+        """Say that an update is installed; it becomes the active one. See `TensorBridge`.
+
+        Returns:
+            All of its timings: phase -> milliseconds.
+
+        """
         with self.turn():
             self.check_open()
             record = self._record(update_id, "acknowledge update before import_update succeeds")
@@ -617,8 +616,9 @@ class Consumer:
                 self.order.acknowledged(manifest)
                 if isinstance(manifest, GroupManifest):
                     evidence["group_root"] = manifest.root
-                    made = self.imported_manifest(manifest)
-                    if made is not manifest:
+                    attachment = record.attachment
+                    made = None if attachment is None else attachment.tensors.manifest
+                    if made is not None:
                         evidence["assembled_root"] = made.root
                         evidence["wanted"] = made.metadata["wanted"]
                 record.proof = evidence
@@ -626,6 +626,7 @@ class Consumer:
                 self._active = record
             record.lifecycle.fire(Event.ACKNOWLEDGE)
             self._report(record)
+            return dict(record.timings_ms)
 
     def reject(self, update: UpdateRef, reason: str) -> None:
         """Refuse an update, imported or not; rejecting it again changes nothing.
@@ -816,10 +817,6 @@ class PlainConsumer:
     def give_up(self, owner: object) -> None:
         """End the claim of `owner`."""
 
-    def imported_manifest(self, manifest: WeightUpdateManifest) -> WeightUpdateManifest:
-        """The manifest of what lies here of an update: itself."""
-        return manifest
-
     def import_update(
         self, manifest: WeightUpdateManifest, *, needs: PartNeeds | None = None
     ) -> Mapping[str, torch.Tensor]:
@@ -834,11 +831,12 @@ class PlainConsumer:
         *,
         proof: Mapping[str, JSONValue] | None = None,
         timings_ms: Mapping[str, float] | None = None,
-    ) -> None:
+    ) -> dict[str, float]:
         """Say that it is installed; its bridge has no room for more."""
-        del proof, timings_ms
+        del proof
         self._bridge.acknowledge(update_id)
         self._acknowledged = update_id
+        return dict(timings_ms or {})
 
     def reject(self, update_id: str, reason: str) -> None:
         """Say that it is not, and why."""
@@ -856,10 +854,6 @@ class PlainConsumer:
     def state(self, update_id: str) -> State | None:  # noqa: ARG002 - the same for all
         """Fine state of an update: unknown."""
         return None
-
-    def timings_ms(self, update_id: str) -> dict[str, float]:  # noqa: ARG002 - the same for all
-        """Phase -> milliseconds: unknown."""
-        return {}
 
     def has_acknowledged(self, update_id: str) -> bool:
         """Whether this update was acknowledged last."""
@@ -1033,7 +1027,7 @@ def _encode_texts(value: JSONValue) -> None:
 
 def _require_bytes(manifest: WeightUpdateManifest, attachment: Attachment) -> None:
     """Read every byte, and compare with the manifest."""
-    manifest = attachment.manifest or manifest
+    manifest = attachment.tensors.manifest or manifest
     found = attachment.digests()
     if found != manifest.digests:
         found = attachment.refresh(manifest.digests, found)

@@ -19,7 +19,6 @@ import torch
 from rl_bridge.bridge.arguments import (
     UpdateRef,
     WeightConsumer,
-    as_manifest,
     in_a_child,
     update_id_of,
 )
@@ -160,7 +159,7 @@ class RolloutExecutor:
         """A new update, behind whatever came before it."""
         engine = self._engine
         consumer = engine.consumer
-        manifest = as_manifest(given, caller=caller)
+        manifest = WeightUpdateManifest.of(given, caller=caller)
         self._give_up_pending()
         name = f"version {manifest.weight_version} (update {manifest.update_id})"
         if manifest.update_id == engine.update_id:

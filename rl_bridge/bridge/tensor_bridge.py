@@ -11,7 +11,6 @@ import torch
 from rl_bridge.assembly.wanted import Wanted, WantedLayout
 from rl_bridge.bridge.arguments import (
     UpdateRef,
-    as_manifest,
     as_update,
     check_options,
     checked_observer,
@@ -254,7 +253,8 @@ class TensorBridge:
             WeightManifestValidationError: its other subclasses, one per reason.
 
         """
-        return self.consumer.import_update(as_manifest(manifest, caller="import_update"))
+        manifest = WeightUpdateManifest.of(manifest, caller="import_update")
+        return self.consumer.import_update(manifest)
 
     @deferred_interrupts()
     def acknowledge(

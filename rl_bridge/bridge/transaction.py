@@ -122,6 +122,7 @@ class Transaction:
         # If somebody imported it before, a refusal of this import does not end that one.
         self._is_imported_here = known_as not in _IMPORTED
         self._clock = _PhaseClock()
+        self._timings_ms: Mapping[str, float] = {}
         self._proof = InstallProof(method="unproven")
         self._started = 0.0
         self._spent_s = 0.0  # in its steps, and not between them
@@ -162,8 +163,8 @@ class Transaction:
         manifest, previous = self.manifest, self._engine.active
         reads = not self._imports_itself if reads is None else reads
         self.tensors = self._consumer.import_update(manifest, needs=None if reads else NOTHING)
-        if not self._imports_itself:
-            self.manifest = manifest = self._consumer.imported_manifest(manifest)
+        if not self._imports_itself and isinstance(self.tensors, ImportedTensors):
+            self.manifest = manifest = self.tensors.manifest or manifest
         # Another stream begins anew: with the same weights, or with another wire dtype. And this
         # update itself may come again, after its release.
         if (
@@ -334,7 +335,7 @@ class Transaction:
             "total_nbytes": self.manifest.table.total_nbytes,
             "peak_rss_nbytes": _peak_rss_nbytes(),
         }
-        self._consumer.acknowledge(
+        self._timings_ms = self._consumer.acknowledge(
             self.manifest.update_id, proof=evidence, timings_ms=self._clock.timings_ms
         )
 
@@ -345,10 +346,7 @@ class Transaction:
             weight_version=manifest.weight_version,
             root=manifest.root,
             proof=self._proof,
-            timings_ms={
-                **self._consumer.timings_ms(manifest.update_id),
-                **self._clock.timings_ms,
-            },
+            timings_ms=self._timings_ms or self._clock.timings_ms,
             total_nbytes=manifest.table.total_nbytes,
             peak_rss_nbytes=_peak_rss_nbytes(),
         )

@@ -115,9 +115,8 @@ class EngineBridges:
             its parts; else the update itself.
 
         """
-        consumer = self.of(manifest, rank).consumer
-        tensors = consumer.import_update(manifest, needs=needs)
-        return consumer.imported_manifest(manifest), tensors
+        tensors = self.of(manifest, rank).consumer.import_update(manifest, needs=needs)
+        return tensors.manifest or manifest, tensors
 
     def made(self, manifest: WeightUpdateManifest) -> TensorBridge | None:
         """The bridge that imported it, if one did."""

@@ -418,6 +418,25 @@ class WeightUpdateManifest(Manifest):
     columns: Annotated[StrictStr, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
     table: InstanceOf[TensorTable]
 
+    @classmethod
+    def of(cls, given: object, *, caller: str) -> "WeightUpdateManifest":
+        """The manifest that is given as an object or as its JSON text.
+
+        Raises:
+            MalformedManifest: it is neither.
+            WeightManifestValidationError: its text describes none that could be imported.
+
+        """
+        if isinstance(given, WeightUpdateManifest):
+            return given
+        if isinstance(given, str | bytes):
+            return cls.from_json(given)
+        msg = (
+            f"{caller} got a {type(given).__name__}, expected a WeightUpdateManifest or its JSON. "
+            "Pass what publish returned, or the text of its to_json()."
+        )
+        raise MalformedManifest(msg)
+
     def _check_fields(self) -> None:
         self._require_mapping("metadata", "handle")
         # The model is frozen, and still being made.

@@ -128,8 +128,11 @@ class PackPlan:
         byte_plan: the pass over its tensors.
         leaf_list: of what was packed, or digested in place, last; empty if the layout has none.
         column_list: likewise.
+        columns_digest: of `column_list`, for the manifest's header; empty where there is none.
 
     """
+
+    columns_digest = ""
 
     def __init__(
         self,
@@ -270,12 +273,8 @@ class PackPlan:
         if self._leaf_plan is not None:
             self.leaf_list = self._leaf_plan.take_block()
             self.column_list = self._leaf_plan.take_columns(sources)
-
-    @property
-    def columns_digest(self) -> str:
-        """Digest of the column list of the last pass: what a manifest's header has of it."""
-        has_list = self.table.columns
-        return xxhash.xxh3_128_hexdigest(self.column_list.data) if has_list else ""
+            if self.table.columns:
+                self.columns_digest = xxhash.xxh3_128_hexdigest(self.column_list.data)
 
     def write_lists(self, address: int) -> None:
         """Write the lists of the last pass: `table.lists_nbytes` bytes of the CPU's memory."""

@@ -375,6 +375,8 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
     def __init__(self, table: TensorTable, pin: Pin | None) -> None:
         """Look at a pinned arena through its layout; None: it is not pinned yet."""
         self.table = table
+        self.manifest: WeightUpdateManifest | None = None
+        """Of what was assembled here of several parts; None where it is the update itself."""
         self.held = pin
         self.device = (CPU_PLACE if pin is None else pin.place).device
         self._made: dict[int, torch.Tensor] = {}
@@ -450,8 +452,6 @@ class Attachment:
         have room for the others, and there need not be one.
         """
         self.tensors = ImportedTensors(table, pin)
-        self.manifest: WeightUpdateManifest | None = None
-        """What was assembled here of several parts; None where it is the update itself."""
         self.is_part = is_part
         self._plan = plan
         self._num_threads = num_threads

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from rl_bridge.bridge.arguments import UpdateRef, as_manifest, update_id_of
+from rl_bridge.bridge.arguments import UpdateRef, update_id_of
 from rl_bridge.bridge.engine_state import Acknowledgement
 from rl_bridge.errors import (
     BridgeClosed,
@@ -106,7 +106,7 @@ class RemoteEngine:
             WeightBridgeError: as `update_weights`.
 
         """
-        text = as_manifest(manifest, caller="import_weights").to_json()
+        text = WeightUpdateManifest.of(manifest, caller="import_weights").to_json()
         return self._send("POST", "/updates", UpdateView, text.encode("ascii"))
 
     def prepare_weights(self, update: UpdateRef) -> UpdateView:

@@ -151,8 +151,8 @@ def test_assemblies_of_the_same_layout_are_compared() -> None:
         assert len(publisher.assembled_roots(manifest)) == 2
         other = slices({"embed": [slice(4, 8)]})
         liar = stack.enter_context(GroupBridge(other))
-        liar.import_update(manifest)
-        lying = liar.consumer.imported_manifest(manifest)
+        lying = liar.consumer.import_update(manifest).manifest
+        assert lying is not None
         wanted = engines[0].plan(manifest.layout).wanted_digest
         lying.__dict__["metadata"] = {**lying.metadata, "wanted": wanted}
         liar.acknowledge(manifest)

@@ -207,9 +207,10 @@ def test_the_handle_of_another_share_is_not_taken_for_the_bytes_that_were_digest
         GroupBridge(shares[1], source_rank=1) as other,
     ):
         manifest = ranks.publish(cut(model(sizes, 1), 2, dict(rows)), 1)
-        bridge.import_update(manifest)
-        other.import_update(manifest)
-        mine, theirs = (one.consumer.imported_manifest(manifest) for one in (bridge, other))
+        mine = bridge.consumer.import_update(manifest).manifest
+        theirs = other.consumer.import_update(manifest).manifest
+        assert mine is not None
+        assert theirs is not None
         assert mine.table.digest == theirs.table.digest
         document = {name: getattr(mine, name) for name in type(mine).model_fields}
         document |= {"metadata": thaw(mine.metadata), "handle": thaw(theirs.handle)}
