@@ -3,7 +3,7 @@
 The side-car's half needs the extra ``remote``, the client's half httpx, which is in it.
 """
 
-from rl_bridge.bridge.two_phase import TwoPhaseExecutor
+from rl_bridge.bridge.executor import TwoPhaseExecutor
 from rl_bridge.remote.client import RemoteEngine, RemoteWeightLoader
 from rl_bridge.remote.config import SidecarConfig
 from rl_bridge.remote.serve import create_app, serve

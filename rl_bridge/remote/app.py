@@ -23,7 +23,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, StringConstraints
 from starlette.exceptions import HTTPException
 
-from rl_bridge.bridge.two_phase import TwoPhaseExecutor, require_two_phase
+from rl_bridge.bridge.executor import TwoPhaseExecutor, require_two_phase
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import problem_words
 from rl_bridge.remote.config import SidecarConfig

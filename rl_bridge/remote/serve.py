@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.bridge.two_phase import TwoPhaseExecutor
+from rl_bridge.bridge.executor import TwoPhaseExecutor
 from rl_bridge.engines.sglang.client import connect as sglang_client
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter

@@ -11,8 +11,8 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
+from rl_bridge.bridge.executor import TwoPhaseExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.bridge.two_phase import TwoPhaseExecutor
 from rl_bridge.errors import (
     EngineLost,
     IllegalTransition,

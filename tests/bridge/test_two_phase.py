@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.bridge.two_phase import TwoPhaseExecutor
+from rl_bridge.bridge.executor import TwoPhaseExecutor
 from rl_bridge.errors import (
     IllegalTransition,
     IncompatibleUpdate,
