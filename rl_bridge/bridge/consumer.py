@@ -519,7 +519,10 @@ class Consumer:
         needs = record.needs
         if not isinstance(needs, PartNeeds) or attachment.is_digested:
             _require_bytes(manifest, attachment)
+            require_header(manifest, attachment, binds_header=self._binds_header)
         else:
+            # First: it vouches for the list of column blocks.
+            require_header(manifest, attachment, binds_header=self._binds_header)
             try:
                 _require_part(manifest, attachment, needs)
             except ChecksumMismatch:
@@ -528,7 +531,6 @@ class Consumer:
                     raise
                 # What differed may be pages that this process wrote to in an earlier version.
                 _require_part(manifest, attachment, needs)
-        require_header(manifest, attachment, binds_header=self._binds_header)
         record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
 
     def _check_acceptable(self, manifest: WeightUpdateManifest, known: _Update | None) -> None:
