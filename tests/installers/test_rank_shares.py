@@ -12,6 +12,7 @@ from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.model_installer import ModelInstaller
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.staging import Assembled, Staged
+from rl_bridge.engines.vllm.model_installer import _Making, _Packs
 from rl_bridge.errors import ChecksumMismatch, IncompatibleUpdate, ProofFailed
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.memory.parts import PartNeeds
@@ -242,6 +243,58 @@ def test_what_was_compared_as_it_was_packed_is_not_read_again(
         installer.prepare(manifest, tensors)
         installer.install(manifest, tensors)
         assert installer.prove().root == manifest.root
+
+
+class Packing(Watched):
+    """Packs each parameter away right behind its comparison, as vLLM does on a CPU."""
+
+    def __init__(self, model: Model, at: Callable[[str], None]) -> None:
+        super().__init__(model, at, packs=True)
+        self.packed: dict[str, torch.Tensor] = {}
+
+    def _stage(
+        self,
+        plan: LoadPlan,
+        tensors: Mapping[str, torch.Tensor],
+        staged: Staged,
+        evidence: Evidence,
+    ) -> AbstractSet[str]:
+        making = _Making(plan, tensors, Staged(), _Packs(), EngineCompat(), None)
+        for index in plan.steps:
+            target = plan.targets[index]
+            target.is_consumed = True
+            assembled = making._assembled(index, alone=True)
+            evidence.add(assembled)
+            self.at(f"compared {target.name}")
+            self.packed[target.name] = assembled.tensor.clone()
+            target.is_consumed = False
+        ModelInstaller._stage(self, plan, tensors, staged, evidence)
+        return plan.taken
+
+
+@pytest.mark.parametrize("name", ["rows", "norm", "columns"])
+def test_what_is_packed_is_what_was_compared_or_is_looked_at_behind_it(
+    trainer: TensorBridge, faults: FaultInjecting, name: str
+) -> None:
+    sent = weights()
+    manifest = trainer.publish(sent, weight_version=1)
+
+    def at(now: str) -> None:
+        if now == f"compared {name}":
+            faults.corrupt(manifest, manifest.tensors[name].offset + 4)
+
+    installer = Packing(Model(0), at)
+    needs = installer.needs(manifest)
+    assert isinstance(needs, PartNeeds)
+    with make_weight_bridge("shared-memory") as bridge:
+        tensors = bridge.consumer.import_update(manifest, needs=needs)
+        try:
+            installer.prepare(manifest, tensors)
+        except ProofFailed:
+            return
+    assert torch.equal(installer.packed["rows"], sent["rows"][:HALF])
+    assert torch.equal(installer.packed["norm"], sent["norm"])
+    assert torch.equal(installer.packed["columns"], sent["columns"].chunk(RANKS, dim=1)[0])
 
 
 def test_a_rank_that_takes_everything_reads_the_update_as_a_whole(trainer: TensorBridge) -> None:

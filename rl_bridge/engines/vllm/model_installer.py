@@ -318,7 +318,10 @@ class _Making:
         if target.is_consumed or self.lends:
             steps = [step for step in self.plan.steps[index] if step.target_view.numel]
             step = steps[0] if len(steps) == 1 else None
-            if isinstance(step, Route) and step.source_view.is_contiguous:
+            # A part is packed from a copy: only whole tensors are looked at again behind the pack.
+            if isinstance(step, Route) and (
+                step.is_whole if target.is_consumed else step.source_view.is_contiguous
+            ):
                 part = step.source_view.of(self.tensors[step.source])
                 if part.dtype == target.meta.dtype and part.shape == target.meta.shape:
                     return Assembled(index, part, borrowed=step.is_whole)
