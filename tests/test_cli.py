@@ -22,6 +22,8 @@ from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
 from tests.cli_program import Said, call, run
+from tests.groups.meshes import shards
+from tests.groups.rig import damage, trainers
 
 COMMANDS = {"demo", "bench", "doctor", "inspect", "verify", "gc", "sidecar"}
 WEIGHTS = {
@@ -276,6 +278,30 @@ def test_an_altered_header_does_not_verify_although_every_byte_fits(
     document = call("verify", write(altered, tmp_path), "--json").json
     assert (document["status"], document["error"]["type"]) == ("failed", "DigestMismatch")
     assert {tensor["status"] for tensor in document["tensors"]} == {"pass"}
+
+
+def test_inspect_and_verify_take_a_version_of_several_parts(tmp_path: Path) -> None:
+    with trainers(2) as group:
+        manifest = group.publish(shards(1), 1)
+        file = write(manifest, tmp_path)
+        said = call("inspect", file).out
+        assert "rank 1: shared-memory" in said
+        assert manifest.root in said
+        document = call("inspect", file, "--json").json
+        assert [part["transport"] for part in document["header"]["parts"]] == ["shared-memory"] * 2
+        verified = call("verify", file).out
+        assert "pass: every byte fits" in verified
+        assert "rank 1: embed" in verified
+        altered = manifest.model_copy(update={"metadata": {"step": 99}})
+        assert call("verify", write(altered, tmp_path)).complains("DigestMismatch")
+        damage(group, manifest, 1, manifest.parts[1].tensors["embed"].offset)
+        said_of_damage = call("verify", write(manifest, tmp_path))
+        assert said_of_damage.complains("ChecksumMismatch")
+        assert "1 of 8 tensors differ" in said_of_damage.out
+        found = call("verify", write(manifest, tmp_path), "--json").json
+        wrong = [(one["rank"], one["name"]) for one in found["tensors"] if one["status"] != "pass"]
+        assert wrong == [(1, "embed")]
+        assert group.publishers[0].consumers(manifest) == []
 
 
 def test_verify_leaves_no_trace_at_the_publisher(

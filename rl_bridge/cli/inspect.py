@@ -21,6 +21,7 @@ from rl_bridge.cli.screen import (
 )
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.manifest.canonical import JSONValue, canonical_json
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorDescriptor, TensorTable
 
@@ -78,7 +79,8 @@ def _dtypes(table: TensorTable) -> dict[str, tuple[int, int]]:
 def _document(manifest: WeightUpdateManifest, *, every_tensor: bool) -> dict[str, JSONValue]:
     table = manifest.table
     header = manifest.header()
-    del header["digests"]  # each tensor's stands with the tensor, as its checksum
+    for part in (header, *header.get("parts", ())):
+        del part["digests"]  # each tensor's stands with the tensor, as its checksum
     document: dict[str, JSONValue] = {
         "header": header,
         "layout": {
@@ -129,8 +131,7 @@ def _header_facts(manifest: WeightUpdateManifest) -> dict[str, str | Text]:
         "publisher": manifest.publisher_id,
         "source": f"{plain(manifest.source_worker)}, rank {manifest.source_rank}",
         "created": _moment(manifest.created_at),
-        "transport": plain(manifest.transport),
-        "handle": _handle(manifest),
+        **_ways(manifest),
         # Canonical JSON is ASCII without control characters: harmless to a terminal.
         "metadata": canonical_json(metadata) if metadata else "none",
     }
@@ -147,6 +148,18 @@ def _moment(created_at: float) -> str:
     return f"{when}, {duration(age)} ago" if age >= 0 else f"{when}, in the future"
 
 
+def _ways(manifest: WeightUpdateManifest) -> dict[str, str | Text]:
+    """How its bytes travel: by one transport, or each part by its own."""
+    if not isinstance(manifest, GroupManifest):
+        return {"transport": plain(manifest.transport), "handle": _handle(manifest)}
+    parts = (
+        f"rank {rank}: {plain(part.transport)}, {size(part.total_nbytes)}, from "
+        f"{plain(part.source_worker)}, publisher {part.publisher_id[:12]}"
+        for rank, part in enumerate(manifest.parts)
+    )
+    return {"parts": "\n".join(parts)}
+
+
 def _handle(manifest: WeightUpdateManifest) -> str:
     """Write the transport's handle, one part a line."""
     handle = manifest.header()["handle"]
@@ -161,11 +174,12 @@ def _handle(manifest: WeightUpdateManifest) -> str:
 def _layout_facts(manifest: WeightUpdateManifest) -> dict[str, str | Text]:
     table = manifest.table
     tied = f", {len(table.ties)} of them tied to another" if table.ties else ""
-    padding = table.arena_nbytes - table.total_nbytes - table.lists_nbytes
-    found: dict[str, str | Text] = {
-        "tensors": f"{manifest.tensor_count}{tied}",
-        "size": f"{size(table.total_nbytes)} ({table.total_nbytes} bytes), padding {size(padding)}",
-        "parallel": _parallel(manifest),
+    nbytes = f"{size(table.total_nbytes)} ({table.total_nbytes} bytes)"
+    found: dict[str, str | Text] = {"tensors": f"{manifest.tensor_count}{tied}", "size": nbytes}
+    if not isinstance(manifest, GroupManifest):
+        padding = table.arena_nbytes - table.total_nbytes - table.lists_nbytes
+        found |= {"size": f"{nbytes}, padding {size(padding)}", "parallel": _parallel(manifest)}
+    found |= {
         "digest": f"{table.digest} ({table.algorithm})",
     }
     if table.trainable is not None:

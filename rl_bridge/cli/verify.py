@@ -5,6 +5,7 @@ kernel's lease is held, as for any reader, so that the publisher cannot overwrit
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from rl_bridge.assembly.assemble import require_sealed
 from rl_bridge.bridge.consumer import require_header
 from rl_bridge.cli.screen import (
     ManifestFile,
@@ -27,6 +29,7 @@ from rl_bridge.cli.screen import (
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightBridgeError
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.registry import transport_class
 from rl_bridge.transports.shared_memory import SharedMemory
@@ -37,13 +40,19 @@ _DIGITS = 12  # of a checksum on the screen; the error and --json have them all
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The bytes found behind a manifest."""
+    """The bytes found behind a manifest, or behind one part of a version of several."""
 
+    part: WeightUpdateManifest
+    rank: int | None  # of the part, if there are several
     checksums: dict[str, str]  # of every name
-    differing: tuple[str, ...]
+    differing: Mapping[str, None]  # in order
     root: str
     seconds: float
     header: DigestMismatch | None  # what is wrong with the manifest's, where every byte is right
+
+    def label(self, name: str) -> str:
+        """What messages call a tensor."""
+        return name if self.rank is None else f"rank {self.rank}: {name}"
 
 
 def verify(
@@ -62,23 +71,27 @@ def verify(
 ) -> None:
     """Verify every byte of a published update.
 
-    It is read on this machine, where the manifest says that it lies. The publisher must be alive
+    It is read on this machine, where the manifest says that it lies: all of its parts, if several
+    ranks published it. The publisher must be alive
     and the update not released. The publisher learns nothing of it: nothing is acknowledged or
     rejected. The exit code is 0 only if every tensor verifies, and so does the manifest's header.
     """
     manifest: WeightUpdateManifest | None = None
-    reading: _Reading | None = None
+    readings: list[_Reading] = []
     failure: WeightBridgeError | None = None
     try:
         manifest = read_manifest(file)
-        reading = _read(manifest, directory)
-        _compare(manifest, reading)
+        several = isinstance(manifest, GroupManifest)
+        parts = manifest.parts if isinstance(manifest, GroupManifest) else (manifest,)
+        for rank, part in enumerate(parts):
+            readings.append(_read(manifest, part, rank if several else None, directory))
+        _compare(manifest, readings)
     except WeightBridgeError as error:
         failure = error
     if as_json:
-        say_json(_document(manifest, reading, failure))
-    elif manifest is not None and reading is not None:
-        _show(manifest, reading, every_tensor=tensors)
+        say_json(_document(manifest, readings, failure))
+    elif manifest is not None and readings:
+        _show(manifest, readings, every_tensor=tensors)
     if failure is not None:
         raise failure
 
@@ -86,49 +99,64 @@ def verify(
 # ---- reading ------------------------------------------------------------------------------------
 
 
-def _read(manifest: WeightUpdateManifest, directory: Path | None) -> _Reading:
+def _read(
+    manifest: WeightUpdateManifest,
+    part: WeightUpdateManifest,
+    rank: int | None,
+    directory: Path | None,
+) -> _Reading:
     start = time.perf_counter()
-    kind = transport_class(manifest.transport)
+    kind = transport_class(part.transport)
     options = {"directory": directory} if kind is SharedMemory else {}
     transport = kind.create(**options)
     end = transport.consumer_end("rl-bridge-verify", 0)
     header: DigestMismatch | None = None
     try:
-        attachment = end.look(manifest)
+        attachment = end.look(part)
         digests = attachment.digests()
-        if digests == manifest.digests:
-            require_header(manifest, attachment, binds_header=transport.binds_header)
+        if isinstance(manifest, GroupManifest) and rank is not None:
+            bound = {part.transport} if transport.binds_header else set()
+            require_sealed(manifest, {rank: attachment.tensors.pin.header}, bound)
+        elif digests == part.digests:
+            require_header(part, attachment, binds_header=transport.binds_header)
     except DigestMismatch as error:
         header = error.with_traceback(None)  # whose frames hold the lease
     finally:
         end.close()
     seconds = time.perf_counter() - start
-    table = manifest.table
+    table = part.table
     checksums = {
         name: digests[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES].hex()
         for name, row in table.rows.items()
     }
-    differing: tuple[str, ...] = ()
-    if digests != manifest.digests:
-        expected = manifest.tensors
-        differing = tuple(
-            name for name, found in checksums.items() if found != expected[name].checksum
-        )
-    return _Reading(checksums, differing, table.root_plan.root(digests).hex(), seconds, header)
+    differing: dict[str, None] = {}
+    if digests != part.digests:
+        expected = part.tensors
+        wrong = (name for name, found in checksums.items() if found != expected[name].checksum)
+        differing = dict.fromkeys(wrong)
+    root = table.root_plan.root(digests).hex()
+    return _Reading(part, rank, checksums, differing, root, seconds, header)
 
 
-def _compare(manifest: WeightUpdateManifest, reading: _Reading) -> None:
-    if reading.differing:
-        name = reading.differing[0]
-        msg = (
-            f"tensor checksum mismatch for {name!r} in version {manifest.weight_version}: "
-            f"expected {manifest.tensors[name].checksum}, got {reading.checksums[name]} "
-            f"({len(reading.differing)} of {manifest.tensor_count} tensors differ). "
-            "Do not install this update: publish again."
-        )
-        raise ChecksumMismatch(msg)
-    if reading.header is not None:
-        raise reading.header
+def _num_tensors(readings: Sequence[_Reading]) -> int:
+    return sum(one.part.tensor_count for one in readings)
+
+
+def _compare(manifest: WeightUpdateManifest, readings: Sequence[_Reading]) -> None:
+    num_differing = sum(len(one.differing) for one in readings)
+    for one in readings:
+        if one.differing:
+            name = next(iter(one.differing))
+            msg = (
+                f"tensor checksum mismatch for {one.label(name)!r} in version "
+                f"{manifest.weight_version}: expected {one.part.tensors[name].checksum}, got "
+                f"{one.checksums[name]} ({num_differing} of {_num_tensors(readings)} tensors "
+                "differ). Do not install this update: publish again."
+            )
+            raise ChecksumMismatch(msg)
+    for one in readings:
+        if one.header is not None:
+            raise one.header
 
 
 # ---- showing ------------------------------------------------------------------------------------
@@ -136,7 +164,7 @@ def _compare(manifest: WeightUpdateManifest, reading: _Reading) -> None:
 
 def _document(
     manifest: WeightUpdateManifest | None,
-    reading: _Reading | None,
+    readings: Sequence[_Reading],
     failure: WeightBridgeError | None,
 ) -> dict[str, JSONValue]:
     document: dict[str, JSONValue] = {
@@ -152,63 +180,75 @@ def _document(
             "tensor_count": manifest.tensor_count,
             "total_nbytes": manifest.total_nbytes,
         }
-    if manifest is not None and reading is not None:
-        bad = set(reading.differing)
-        document |= {
-            "found_root": reading.root,
-            "seconds": reading.seconds,
-            "tensors": [
-                {
-                    "name": name,
-                    "status": "failed" if name in bad else "pass",
-                    "checksum": tensor.checksum,
-                    "found": reading.checksums[name],
-                }
-                for name, tensor in manifest.tensors.items()
-            ],
-        }
+    if manifest is not None and readings:
+        document["seconds"] = sum(one.seconds for one in readings)
+        document["tensors"] = [
+            {
+                **({} if one.rank is None else {"rank": one.rank}),
+                "name": name,
+                "status": "failed" if name in one.differing else "pass",
+                "checksum": tensor.checksum,
+                "found": one.checksums[name],
+            }
+            for one in readings
+            for name, tensor in one.part.tensors.items()
+        ]
+        if readings[0].rank is None:
+            document["found_root"] = readings[0].root
+        else:
+            document["parts"] = [
+                {"rank": one.rank, "root": one.part.root, "found_root": one.root}
+                for one in readings
+            ]
     return document
 
 
-def _show(manifest: WeightUpdateManifest, reading: _Reading, *, every_tensor: bool) -> None:
-    bad = reading.differing
+def _show(
+    manifest: WeightUpdateManifest, readings: Sequence[_Reading], *, every_tensor: bool
+) -> None:
+    bad = [name for one in readings for name in one.differing]
+    is_header_wrong = any(one.header for one in readings)
     out = screen()
-    table, num_left = _tensor_table(manifest, reading, every_tensor=every_tensor)
+    table, num_left = _tensor_table(readings, every_tensor=every_tensor)
     out.print(table)
     if num_left:
         out.print(Text(f"and {num_left} more, all pass (--tensors lists them)", style="dim"))
     out.print()
-    status = "failed" if bad or reading.header else "pass"
-    verdict = f"{len(bad)} of {manifest.tensor_count} tensors differ" if bad else "every byte fits"
-    if reading.header is not None:
+    status = "failed" if bad or is_header_wrong else "pass"
+    num = _num_tensors(readings)
+    verdict = f"{len(bad)} of {num} tensors differ" if bad else "every byte fits"
+    if is_header_wrong:
         verdict += ", the manifest's header does not"
-    rate = manifest.total_nbytes / reading.seconds / 1e9
+    nbytes = sum(one.part.total_nbytes for one in readings)
+    seconds = sum(one.seconds for one in readings)
+    root = manifest.root
+    if bad and readings[0].rank is None:
+        root = f"{readings[0].root}, expected {root}"
     rows: dict[str, str | Text] = {
         "result": Text.assemble(status_text(status), f": {verdict}"),
         "version": f"{manifest.weight_version} (update {manifest.update_id})",
-        "root": reading.root if not bad else f"{reading.root}, expected {manifest.root}",
-        "read": f"{size(manifest.total_nbytes)} in {reading.seconds:.3f} s, {rate:.1f} GB/s",
+        "root": root,
+        "read": f"{size(nbytes)} in {seconds:.3f} s, {nbytes / seconds / 1e9:.1f} GB/s",
     }
     out.print(facts(rows, title=""))
 
 
-def _tensor_table(
-    manifest: WeightUpdateManifest, reading: _Reading, *, every_tensor: bool
-) -> tuple[Table, int]:
+def _tensor_table(readings: Sequence[_Reading], *, every_tensor: bool) -> tuple[Table, int]:
     """List the tensors that differ, then others until the screen is full; count what is left."""
-    bad = set(reading.differing)
-    names = [*reading.differing, *(name for name in manifest.tensors if name not in bad)]
+    bad = [(one, name) for one in readings for name in one.differing]
+    good = [(one, name) for one in readings for name in one.checksums if name not in one.differing]
+    names = [*bad, *good]
     shown = names if every_tensor else names[: max(_SHOWN, len(bad))]
     table = Table(box=None, pad_edge=False)
     table.add_column("tensor", overflow="fold")
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("result", no_wrap=True)
     table.add_column("checksum", no_wrap=True)
-    for name in shown:
-        tensor = manifest.tensors[name]
-        found = Text(reading.checksums[name][:_DIGITS], style="dim")
-        if name in bad:
+    for one, name in shown:
+        tensor = one.part.tensors[name]
+        found = Text(one.checksums[name][:_DIGITS], style="dim")
+        if name in one.differing:
             found = Text(f"{found.plain}, expected {tensor.checksum[:_DIGITS]}", style="red")
-        result = status_text("failed" if name in bad else "pass")
-        table.add_row(Text(plain(name)), size(tensor.nbytes), result, found)
+        result = status_text("failed" if name in one.differing else "pass")
+        table.add_row(Text(plain(one.label(name))), size(tensor.nbytes), result, found)
     return table, len(names) - len(shown)
