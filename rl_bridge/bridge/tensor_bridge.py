@@ -28,6 +28,7 @@ from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.lifecycle import STATUS, Observer, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import checked_threads
 from rl_bridge.trainers.state_dict import Source
@@ -205,8 +206,17 @@ class TensorBridge:
             MalformedManifest: what is given names no update.
 
         """
-        update_id = update_id_of(update_id, caller="holders")
+        update_id = self._published_id(update_id, caller="holders")
         return [] if self._publisher is None else self._publisher.reports(update_id)
+
+    def _published_id(self, given: UpdateRef, *, caller: str) -> str:
+        """The id by which an update was published here: of one of several parts, its own part's."""
+        update = as_update(given, caller=caller)
+        if isinstance(update, GroupManifest) and self._publisher is not None:
+            own = self._publisher.publisher_id
+            ids = [part.update_id for part in update.parts if part.publisher_id == own]
+            return ids[0] if ids else update.update_id
+        return update if isinstance(update, str) else update.update_id
 
     @property
     def published_nbytes(self) -> int:
@@ -351,11 +361,12 @@ class TensorBridge:
             MalformedManifest: what is given names no update.
 
         """
+        published_id = self._published_id(update_id, caller="release")
         update_id = update_id_of(update_id, caller="release")
         if self._consumer is not None:
             self._consumer.release(update_id)
         if self._publisher is not None:
-            self._publisher.release(update_id)
+            self._publisher.release(published_id)
 
     def update_status(self, update_id: UpdateRef) -> str:
         """One of the words: published, imported, acknowledged, rejected, released.

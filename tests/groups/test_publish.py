@@ -590,3 +590,15 @@ def test_the_policy_may_be_to_warn(caplog: pytest.LogCaptureFixture) -> None:
         for version in (1, 2):
             group.publish(halves(1), version)
         assert "suspicious update: version 2 (after 1) changes nothing" in caplog.text
+
+
+def test_a_ranks_bridge_knows_its_part_by_the_manifest_of_the_version() -> None:
+    with trainers(2) as group, ExitStack() as stack:
+        reader, late = (stack.enter_context(make_weight_bridge("shared-memory")) for _ in range(2))
+        manifest = group.publish(shards(1), 1)
+        reader.import_update(manifest)
+        for bridge in group.bridges:
+            assert [one.state for one in bridge.holders(manifest)] == ["verified"]
+            bridge.release(manifest.to_json())
+        with pytest.raises(StaleUpdate):  # every part is withdrawn
+            late.import_update(manifest)
