@@ -1,9 +1,11 @@
-"""Measures update groups: `python benchmarks/planning.py [--quick] [--out FILE]`.
+"""Measures update groups: `python benchmarks/planning.py [--quick] [--out FILE] [--against TREE]`.
 
-How long the arithmetic takes, once per layout: proving coverage, reading a layout, planning. And
-what a version costs: assembling it beside copying and digesting as many bytes, publishing it beside
-publishing the same tensors without a group. All in one process. README.md beside this file says how
-each figure comes about.
+How long the arithmetic takes, once per layout: proving coverage, reading a layout, planning. What a
+version costs: assembling it beside copying and digesting as many bytes, publishing it beside
+publishing the same tensors without a group. And what it costs if its tensors are very many and
+small: with `--against`, the sources of an earlier commit (a worktree of it, with its compiled
+module), by that commit and by this one, in turn. README.md beside this file says how each figure
+comes about.
 """
 
 import datetime as dt
@@ -18,7 +20,8 @@ import numpy as np
 import torch
 import typer
 from _lib.cuts import placement
-from _lib.environment import collect_environment, save
+from _lib.environment import collect_environment, commit_of, save
+from _lib.many import Lane
 from _lib.memory import GIB, MIB, warm_up
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +42,13 @@ _FORMAT = 1
 _OUT = Path(__file__).resolve().parent / "results" / "planning.json"
 _RANKS = 8
 _WARM_UP = 2
-_AIMS = {"coverage_s": 2.0, "plan_reshard_s": 2.0, "plan_whole_s": 2.0, "plan_again_s": 0.001}
+_AIMS = {
+    "coverage_s": 2.0,
+    "plan_reshard_s": 2.0,
+    "plan_whole_s": 2.0,
+    "plan_again_s": 0.001,
+    "group_read_s": 0.06,
+}
 
 Ranks = list[dict[str, Placement]]
 
@@ -134,11 +143,44 @@ def _updates(nbytes: int, repetitions: int) -> dict[str, list[float]]:
     return samples
 
 
+def _many(num_tensors: int, repetitions: int, against: Path | None) -> dict[str, Any]:
+    """Versions of very many tensors, with each of the trees in turn."""
+    trees = {"before": against, "now": Path(__file__).resolve().parents[1]}
+    used = {name: tree.resolve() for name, tree in trees.items() if tree is not None}
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in used}
+    first: dict[str, dict[str, float]] = {}
+    with ExitStack() as stack:
+        lanes = {
+            name: stack.enter_context(Lane(tree, num_tensors, _RANKS))
+            for name, tree in used.items()
+        }
+        for turn in range(_WARM_UP + repetitions):
+            # Each goes first in every other turn.
+            for name in list(used)[:: 1 if turn % 2 else -1]:
+                sample = lanes[name].update()
+                first.setdefault(name, sample)
+                for step, seconds in sample.items() if turn >= _WARM_UP else ():
+                    samples[name].setdefault(step, []).append(seconds)
+    medians = {
+        name: {step: median(taken) for step, taken in found.items()}
+        for name, found in samples.items()
+    }
+    return {
+        "commits": {name: commit_of(tree) for name, tree in used.items()},
+        "first": first,
+        "medians": medians,
+        "samples": samples,
+    }
+
+
 def main(
     *,
     quick: Annotated[
         bool, typer.Option("--quick", help="64 MiB, 4,000 tensors, fewer times.")
     ] = False,
+    against: Annotated[
+        Path | None, typer.Option(help="Sources of an earlier commit, with its compiled module.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = _OUT,
 ) -> None:
     """Measure and write the results."""
@@ -151,11 +193,14 @@ def main(
     warm = warm_up(5 * nbytes)
     samples = _arithmetic(num_tensors, repetitions)
     updates = _updates(nbytes, 2 * repetitions)
-    figures = {name: median(found) for name, found in samples.items()}
+    many = _many(num_tensors, repetitions, against)
+    figures = {name: median(found) for name, found in samples.items()} | many["medians"]["now"]
     ratios = {
         "assemble_vs_copy_digest": median(updates["copy_digest"]) / median(updates["assemble"]),
         "group_publish_vs_publish": median(updates["publish"]) / median(updates["group_publish"]),
     }
+    for name, before in many["medians"].get("before", {}).items():
+        ratios[f"{name.removesuffix('_s')}_before_vs_now"] = before / many["medians"]["now"][name]
     document = {
         "format": _FORMAT,
         "timestamp": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -170,6 +215,7 @@ def main(
         "figures_s": figures,
         "ratios": ratios,
         "aims": _AIMS,
+        "many": many,
         "samples": {**samples, **updates},
     }
     save(document, out)
