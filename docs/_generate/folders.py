@@ -27,7 +27,7 @@ PATH: dict[str, tuple[str, ...]] = {
     "transports/broadcast": ("publisher", "sender", "server", "client", "receiver", "consumer"),
     "transports/nixl": ("publisher", "store", "server", "client", "fetch", "reading", "consumer"),
     "cuda": ("digest", "driver", "broker", "views", "live"),
-    "assembly": ("wanted", "plan", "end", "assemble"),
+    "assembly": ("end", "wanted", "plan", "assemble"),
     "bridge": (
         "tensor_bridge",
         "publisher",

@@ -77,8 +77,11 @@ _COLLECTIONS = 2
 # Messages of Python and of torch's allocator of CPU memory: their errors have no own types.
 _SHORTAGE_TEXTS = ("can't start new thread", "can't allocate memory")
 _SHORTAGES = (
-    *(MemoryError, torch.OutOfMemoryError),
-    *(WeightBridgeUnavailableError, DeadlineExceeded, SlotsExhausted),
+    MemoryError,
+    torch.OutOfMemoryError,
+    WeightBridgeUnavailableError,
+    DeadlineExceeded,
+    SlotsExhausted,
 )
 
 

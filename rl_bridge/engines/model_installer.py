@@ -112,21 +112,21 @@ class ModelInstaller(TransactionalAdapter):
         self._num_threads = checked_threads(num_threads)
         self._num_ranks = num_ranks
         self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
-        # Of the last layout: what is read of it.
+        # What is read of the last layout.
         self._needs: tuple[LoadPlan, PartNeeds | GroupShare | None] | None = None
-        # Of the last group: its update, and what is read of that. Such a plan holds for nothing
-        # else: whole tensors of another update may have the shapes of these boxes.
+        # The last group's update, and what is read of it. Such a plan holds for nothing else: whole
+        # tensors of another update may have the shapes of these boxes.
         self._share: tuple[str, GroupShare] | None = None
         self._spares = SpareMemory()
         self._room: Pin | None = None  # where the last copy of the model was
         self.staging = ""
         """Where the update that was prepared last is made; empty: the engine's loader brings it."""
-        # Of the update that is prepared:
+        # The update that is prepared:
         self._plan: LoadPlan | None = None
         self._evidence: Evidence | None = None
         self._staged: Staged | None = None
         self._written: Written | None = None  # if it is written through
-        # Of what an undo brings back, from the first install since the last commit:
+        # What an undo brings back, from the first install since the last commit:
         self._has_begun = False
         self._exchange = Exchange()
         self._places: Places | None = None

@@ -70,7 +70,7 @@ class PartNeeds:
         *,
         part: int = 0,
     ) -> "PartNeeds":
-        """Those of a reader who needs `leaves`: row of the table, and a `LeafRange` of it."""
+        """Plan for a reader of `leaves`: row of the table, and a `LeafRange` of it."""
         sizes = table.nbytes_column.astype(np.int64)
         offsets = table.offset_column.astype(np.int64)
         wanted = np.array(leaves, np.int64).reshape(len(leaves), 5)
@@ -203,7 +203,7 @@ NOTHING = PartNeeds(
     read_starts=_NONE,
     read_nbytes=_NONE,
 )
-"""Those of a reader who leases an update, and leaves its bytes to others."""
+"""The needs of a reader that leases an update and leaves its bytes to others."""
 
 
 def leaf_list(part: WeightUpdateManifest, base: int) -> bytes:

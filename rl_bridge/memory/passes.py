@@ -55,6 +55,18 @@ def default_threads() -> int:
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
+def checked_flag(name: str, value: object) -> bool:
+    """Check an option that is on or off.
+
+    Raises:
+        TypeError: it is no bool.
+
+    """
+    if type(value) is not bool:
+        raise TypeError(f"{name}={value!r}: expected True or False.")
+    return value
+
+
 def checked_count(name: str, value: object) -> int:
     """Check an option that counts: 1 or more; integers of any library's are taken.
 

@@ -283,7 +283,7 @@ class SlotRing:
             if usable is None and slot.fits(arena_nbytes):
                 usable = slot
                 continue
-            # A version that is leased and not read takes a page: others need not make room for it.
+            # A slot of one page holds a version that was leased and not read: it takes no room.
             is_misfit = arena_nbytes > 0 and slot.capacity > vm.PAGE and not slot.fits(arena_nbytes)
             if is_misfit or self._uses - slot.last_used > _SURPLUS_AGE:
                 self._drop(slot)

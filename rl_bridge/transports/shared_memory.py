@@ -17,7 +17,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
-from rl_bridge.memory.passes import checked_count, checked_threads
+from rl_bridge.memory.passes import checked_count, checked_flag, checked_threads
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, require_resources, sweep
 from rl_bridge.memory.slots import Slot, SlotRing, slot_segment_nbytes
 from rl_bridge.memory.views import Pin, ViewCache, anonymous_pin
@@ -65,9 +65,7 @@ class SharedMemory(Transport):
         self._directory = None if directory is None else Path(directory).absolute()
         self._max_slots = checked_count("max_slots", max_slots)
         self._max_consumers = checked_count("max_consumers", max_consumers)
-        if type(columns) is not bool:
-            raise TypeError(f"columns={columns!r}: expected True or False.")
-        self._columns = columns
+        self._columns = checked_flag("columns", columns)
         self._num_threads = checked_threads(num_threads)
         self.zero_copy_import = directory is None
 

@@ -85,7 +85,8 @@ class VLLMHost(RankHost):
     def _has_others(self) -> bool:
         """Whether it is one of several replicas; vLLM has set their number to 1 in each."""
         parallel = self._config.parallel_config
-        most = getattr(parallel, "elastic_ep_max_dp_size", 1)  # which it left as it was
+        # (vLLM does not change this number in a replica's configuration.)
+        most = getattr(parallel, "elastic_ep_max_dp_size", 1)
         return self.replica > 0 or (most > 1 and not parallel.enable_elastic_ep)
 
 

@@ -16,7 +16,7 @@ import torch
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.passes import checked_count, checked_threads
+from rl_bridge.memory.passes import checked_count, checked_flag, checked_threads
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
@@ -123,12 +123,8 @@ class NIXL(Transport):
         if device is not None and (type(device) is not int or device < 0):
             raise ValueError(f"device={device!r}: expected the number of a GPU, or None.")
         self._device = device
-        if type(in_place) is not bool:
-            raise TypeError(f"in_place={in_place!r}: expected True or False.")
-        self._in_place = in_place
-        if type(columns) is not bool:
-            raise TypeError(f"columns={columns!r}: expected True or False.")
-        self._columns = columns
+        self._in_place = checked_flag("in_place", in_place)
+        self._columns = checked_flag("columns", columns)
         self._serve = self._checked_serve(serve)
         self._max_slots = checked_count("max_slots", max_slots)
         self._max_consumers = checked_count("max_consumers", max_consumers)
