@@ -7,7 +7,8 @@ block; its digest is XXH3-128 of its bytes, row after row. The digests of all bl
 tensor, band by band, strip by strip, are the *column list*: it lies behind the leaf list of an
 arena whose layout says so, and the header of the manifest has its digest.
 
-Shape and dtype alone decide how a tensor is cut.
+Shape and dtype alone decide how a tensor is cut. One that is `TALL` is not: engines cut embeddings,
+heads, and what widens a layer, by rows. Who needs columns of it reads leaves.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ BAND_NBYTES = 524_288
 """Most bytes of a band of two rows or more: so much of a tensor is in a core's cache at a time."""
 STRIP_NBYTES = 256
 """Fewest bytes of a strip."""
+TALL = 4
+"""A tensor with more rows for each column than this is not cut."""
 _STRIPS = (16, 8, 4, 2)
 
 _Column = npt.NDArray[np.int64]
@@ -81,7 +84,9 @@ class ColumnBlocks:
         sizes = np.array(nbytes, np.int64).reshape(num)
         # One leaf is never worth a cut, and what is larger has no dimension of size 0.
         last = (
-            shape[-1] if size > LEAF_NBYTES and len(shape) > 1 else 0
+            shape[-1]
+            if size > LEAF_NBYTES and len(shape) > 1 and shape[-2] <= TALL * shape[-1]
+            else 0
             for shape, size in zip(shapes, nbytes, strict=True)
         )
         row = np.fromiter(last, np.int64, num) * items

@@ -31,11 +31,13 @@ TENSORS = {
     "odd": torch.randn(2999, 301).bfloat16(),
     "small": torch.randn(10, 1000),
     "square": torch.randn(1792, 1792).bfloat16(),
+    "stacked": torch.randn(3, 1024, 256).bfloat16(),
     "strided": torch.randn(1200, 999)[:, :512],
+    "tall": torch.randn(1025, 256).bfloat16(),
     "turned": torch.randn(1000, 1100).t(),
     "vector": torch.randn(100_000),
 }
-CUT = {"expert": 8, "long": 16, "square": 8, "strided": 8, "turned": 8}
+CUT = {"expert": 8, "long": 16, "square": 8, "stacked": 2, "strided": 8, "turned": 8}
 
 
 def reference(plan: PackPlan) -> bytes:
