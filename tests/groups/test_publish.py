@@ -151,6 +151,18 @@ def test_a_placement_that_does_not_fit_its_tensor_fails_its_rank_alone(
         assert text in str(other)
 
 
+def test_a_tensor_that_changed_is_compared_with_its_placement_again() -> None:
+    ranks = shards(1)
+    with trainers(2) as group:
+        for version in (1, 2):  # the same tensors, and the same in other memory
+            group.release(group.publish(ranks, version))
+            ranks[1][0]["norm"] = ranks[1][0]["norm"].clone()
+        ranks[1][0]["norm"] = torch.zeros(9, dtype=torch.int32)
+        _, own = group.try_publish(ranks, 3)
+        assert type(own) is ShapeMismatch
+        assert "'norm' is int32[9]" in str(own)
+
+
 # ---- all or none --------------------------------------------------------------------------------
 
 

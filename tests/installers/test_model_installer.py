@@ -127,6 +127,24 @@ def test_what_is_made_beside_is_what_the_loader_makes_of_it(driver: Driver) -> N
         assert driver.model.loads == loads
 
 
+def test_numbers_are_looked_at_where_they_were_assembled_and_named_by_their_tensor(
+    driver: Driver,
+) -> None:
+    most = torch.finfo(torch.float32).max
+    for kind, value in enumerate((most, torch.nan)):
+        tensors = version(kind) | {"weight.k": torch.full((HIDDEN, HIDDEN), value)}
+        manifest = driver.bridge.publish(tensors, weight_version=kind + 1)
+        if value == most:  # whose sum is infinite
+            driver.installer.prepare(manifest, tensors)
+            driver.installer.install(manifest, tensors)
+            assert driver.installer.prove().root == manifest.root
+            driver.installer.commit()
+        else:
+            with pytest.raises(IncompatibleUpdate, match=r"'weight.k': 4096 of its 4096 numbers"):
+                driver.installer.prepare(manifest, tensors)
+        driver.bridge.release(manifest.update_id)
+
+
 def test_two_versions_take_turns_in_the_same_memory(driver: Driver) -> None:
     first = places(driver.model)
     seen = []
