@@ -6,13 +6,14 @@ The length of a message is bounded before it is read.
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictInt, StrictStr
 
 from rl_bridge.transports.wire.channel import (
     Count,
     Gone,
     Leave,
     Message,
+    PeerJoin,
     Refused,
     Reported,
     Text,
@@ -35,16 +36,11 @@ class StoreValue(Message):
 # ---- from a receiver ----------------------------------------------------------------------------
 
 
-class Join(Message):
-    """The first message: names the receiver."""
+class Join(PeerJoin):
+    """The first message; an observer asks for single updates, and is sent no others."""
 
     kind: Literal["join"] = "join"
-    worker: Annotated[StrictStr, Field(max_length=512)]
-    rank: Count
     group_rank: Count
-    pid: Count
-    is_observer: StrictBool = False
-    """An observer asks for single updates, is sent no others, and leaves no record."""
 
 
 class Want(Message):

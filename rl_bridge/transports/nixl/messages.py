@@ -19,6 +19,7 @@ from rl_bridge.transports.wire.channel import (
     Handle,
     Leave,
     Message,
+    PeerJoin,
     Refused,
     Reported,
     Text,
@@ -41,17 +42,12 @@ _Kind = Literal["DRAM", "VRAM"]
 # ---- from a reader ------------------------------------------------------------------------------
 
 
-class Join(Message):
-    """The first message: names the reader."""
+class Join(PeerJoin):
+    """The first message."""
 
     kind: Literal["join"] = "join"
-    worker: Annotated[StrictStr, Field(max_length=512)]
-    rank: Count
-    pid: Count
     reader: UpdateId
     """Names this reader over all its connections; the publisher keeps the newest of them."""
-    is_observer: StrictBool = False
-    """An observer leaves no record."""
 
 
 class Lease(Message):

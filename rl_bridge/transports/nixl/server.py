@@ -7,14 +7,11 @@ long as a reader asks for that.
 """
 
 import logging
-import os
-import select
 import socket
-import threading
 import time
-import weakref
+from typing import Any
 
-from rl_bridge.memory.control import Record, take_note
+from rl_bridge.memory.control import take_note
 from rl_bridge.transports.nixl.agent import AgentError, Host
 from rl_bridge.transports.nixl.messages import (
     MAGIC,
@@ -33,43 +30,28 @@ from rl_bridge.transports.nixl.messages import (
     from_reader,
 )
 from rl_bridge.transports.nixl.store import VersionStore
-from rl_bridge.transports.wire.acceptor import Acceptor, Peer
-from rl_bridge.transports.wire.channel import Channel, Gone, Leave, Message, Refused, Reported, Wake
+from rl_bridge.transports.wire.channel import Channel, Gone, Leave, Message, Reported
+from rl_bridge.transports.wire.server import Peer, PeerServer
 
 _LOG = logging.getLogger(__name__)
 
-_MAX_GONE = 64
 _ROUNDS = 64  # calls into the library between two polls
 _MAX_REASON = 2048
-_CATCH_UP_S = 0.25
 
 
 class _Member(Peer):
-    """One reader, as the publisher knows it. Changed only under the server's lock."""
+    """One reader."""
 
     def __init__(self, channel: Channel, join: Join) -> None:
         """Start with the peer's own description of itself."""
-        super().__init__(
-            channel,
-            worker=join.worker,
-            rank=join.rank,
-            pid=join.pid,
-            is_observer=join.is_observer,
-            reader=join.reader,
-        )
+        super().__init__(channel, join, join.reader)
         self.needs_help = False
         self.leases: dict[str, float] = {}
         """Update -> when its lease ends."""
 
 
-def _parse_join(text: bytes) -> Join | None:
-    """Read a reader's first message; None if it is another one."""
-    message = from_reader(text)
-    return message if isinstance(message, Join) else None
-
-
-class ControlServer:
-    """All connections of one publisher, and the thread that serves them."""
+class ControlServer(PeerServer[_Member, Join]):
+    """The server; its lock is the versions', too."""
 
     def __init__(
         self,
@@ -86,92 +68,27 @@ class ControlServer:
 
         A connection has to join within `timeout_s`, and a lease to be renewed.
         """
-        self.endpoint = endpoint
-        self.changed = threading.Condition(threading.RLock())
-        """The lock of everything here, the versions too; notified when a lease ends."""
         self._store = store
         self._host = host
         self._epoch = host.epoch
-        self.members: list[_Member] = []
-        self._gone: list[_Member] = []
-        self._acceptor: Acceptor[Join] = Acceptor(
+        super().__init__(
             listener,
+            endpoint.server_name,
             magic=MAGIC,
             token=token,
             identity=endpoint.identity,
-            parse=_parse_join,
+            join=Join,
+            parse=from_reader,
             timeout_s=timeout_s,
-            max_message_nbytes=MAX_MESSAGE_NBYTES,
             max_members=max_members,
+            max_message_nbytes=MAX_MESSAGE_NBYTES,
         )
-        self._max_members = max_members
-        self._timeout_s = timeout_s
-        self._pid = os.getpid()
-        self._is_stopping = False
-        self._wake = Wake()
-        self._thread = threading.Thread(target=self._run, name="rlb-nixl-server", daemon=True)
-        _SERVERS.add(self)
-        self._thread.start()
-
-    # ---- calls from the publisher's end ---------------------------------------------------------
-
-    def records(self) -> list[Record]:
-        """Everything that readers reported, up to what has arrived at this machine by now."""
-        self.catch_up()
-        with self.changed:
-            return [m.record() for m in (*self._gone, *self.members) if not m.is_observer]
-
-    def catch_up(self) -> None:
-        """Read what has arrived: leases that ended, readers that are gone.
-
-        Strangers may connect without end, so it stops after a bounded time.
-        """
-        until = time.monotonic() + _CATCH_UP_S
-        try:
-            while not self._is_stopping and self._step(0) and time.monotonic() < until:
-                pass
-        finally:
-            self._wake.poke()  # the thread must poll again: there may be something to send
-
-    def close(self, *, timeout_s: float = 5.0) -> None:
-        """Hang up everywhere and end the thread. Idempotent; does nothing in a forked child."""
-        if os.getpid() != self._pid:
-            return
-        self._is_stopping = True
-        self._wake.poke()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-        with self.changed:
-            self._acceptor.close()
-            for member in list(self.members):
-                member.channel.send(Refused(reason="the publisher closed"))
-                self._lose(member)
-        self._wake.close()
-
-    def close_listener(self) -> None:
-        """Close the listening socket; in a forked child its copy."""
-        self._acceptor.listener.close()
-
-    # ---- the thread -----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while not self._is_stopping:
-            try:
-                self._step(None)
-                self._help()
-            except Exception:  # noqa: BLE001 - one connection's failure must not end the others
-                if not self._is_stopping:
-                    _LOG.warning("a connection of %s failed", self._name, exc_info=True)
-
-    @property
-    def _name(self) -> str:
-        return self.endpoint.server_name
 
     @property
     def _is_helping(self) -> bool:
         return any(m.needs_help and m.leases for m in self.members)
 
-    def _help(self) -> None:
+    def _work(self) -> None:
         with self.changed:
             is_helping = self._is_helping and not self._is_stopping
             self._host.help(is_needed=is_helping)
@@ -187,54 +104,25 @@ class ControlServer:
             self._host.progress()
         except AgentError:
             # A reader may have died in the middle of a read: its own connection shows that.
-            _LOG.debug("%s: no progress", self._name, exc_info=True)
+            _LOG.debug("%s: no progress", self.name, exc_info=True)
 
-    def _step(self, timeout_ms: float | None) -> bool:
-        """Serve what is ready; returns whether anything was."""
-        poll, timeout_ms = self._make_poll(timeout_ms)
-        ready = {fd for fd, _ in poll.poll(timeout_ms)}
-        wake = self._wake.fd
-        if wake in ready:
-            self._wake.clear()
-        with self.changed:
-            if not self._is_stopping:
-                fd = self._host.fileno()
-                if fd < 0 or fd in ready:  # else it lives
-                    self._host.notice_end()
-                self._check_host()
-                for member in list(self.members):
-                    if member.channel.socket.fileno() in ready or member.channel.is_lost:
-                        self._serve(member)
-                for channel, join in self._acceptor.serve(ready, self.changed):
-                    self._join(channel, join)
-                self._expire()
-        return bool(ready - {wake})
+    def _begin(self, ready: set[int]) -> None:
+        fd = self._host.fileno()
+        if fd < 0 or fd in ready:  # else it lives
+            self._host.notice_end()
+        self._check_host()
 
-    def _make_poll(self, timeout_ms: float | None) -> tuple[select.poll, float | None]:
-        poll = select.poll()
-        with self.changed:
-            for channel in (*(m.channel for m in self.members), *self._acceptor.channels):
-                if channel.is_lost or channel.socket.fileno() < 0:
-                    timeout_ms = 0  # it ended while something was sent
-                else:
-                    wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
-                    poll.register(channel.socket, wants)
-            for one in (self._acceptor.listener, self._host):
-                if one.fileno() >= 0:
-                    poll.register(one, select.POLLIN)
-            if timeout_ms is None:
-                poll.register(self._wake.fd, select.POLLIN)
-                timeout_ms = self._wait_ms()
-        return poll, timeout_ms
+    def _watched(self) -> list[Any]:
+        return [self._host]
 
-    def _wait_ms(self) -> float | None:
+    def _wait_s(self) -> float | None:
         if self._is_helping and not self._host.serves_itself:
             return 0
         now = time.monotonic()
         left = [until - now for m in self.members for until in m.leases.values()]
         if self._acceptor.seconds_left is not None:
             left.append(self._acceptor.seconds_left)
-        return max(0.0, min(left)) * 1e3 + 1 if left else None
+        return min(left, default=None)
 
     def _check_host(self) -> None:
         """Hang up on the members that read if their host is gone: they connect again."""
@@ -246,7 +134,7 @@ class ControlServer:
         _LOG.warning(
             "%s: the process that serves reads ended. %d readers were in the middle, and connect "
             "again; another process takes its place.",
-            self._name,
+            self.name,
             len(busy),
         )
         for member in busy:
@@ -263,14 +151,14 @@ class ControlServer:
         self._store.ensure_host(ping=ping)
         self._check_host()
 
-    def _expire(self) -> None:
+    def _end(self) -> None:
         now = time.monotonic()
         for member in self.members:
             for update_id, until in list(member.leases.items()):
                 if until <= now:
                     _LOG.warning(
                         "%s: %s did not renew its lease of update %s within %s s; it ends",
-                        self._name,
+                        self.name,
                         member.name,
                         update_id,
                         self._timeout_s,
@@ -286,19 +174,12 @@ class ControlServer:
     def _join(self, channel: Channel, join: Join) -> None:
         for before in [m for m in self.members if m.is_from(join.reader, join.pid)]:
             self._lose(before)  # its socket may never show its end, and it takes a place
-        if len(self.members) >= self._max_members:
-            reason = (
-                f"the publisher has room for {self._max_members} consumers and all are taken. "
-                "Close bridges that are not used, or raise max_consumers on the publisher."
-            )
-            channel.send(Refused(reason=reason))
-            channel.close()
+        if not self._has_room(channel):
             return
         try:
             self._ensure_host(ping=True)
         except AgentError as error:
-            channel.send(Refused(reason=f"it cannot serve now: {error}"[:_MAX_REASON]))
-            channel.close()
+            self._refuse(channel, f"it cannot serve now: {error}")
             return
         member = _Member(channel, join)
         self.members.append(member)
@@ -306,29 +187,6 @@ class ControlServer:
         metadata, epoch = self._host.metadata(None).hex(), self._host.epoch
         channel.send(Welcome(metadata=metadata, epoch=epoch, timeout_s=self._timeout_s))
         self._serve(member)
-
-    def _serve(self, member: _Member) -> None:
-        try:
-            self._read(member)
-        except BaseException:
-            member.channel.is_lost = True  # handled in part: the reader connects and asks again
-            raise
-
-    def _read(self, member: _Member) -> None:
-        channel = member.channel
-        channel.flush()
-        channel.fill(is_polled=True)
-        while not member.is_gone and (text := channel.take()) is not None:
-            message = from_reader(text)
-            if message is None:
-                _LOG.warning("%s sent a text that is no message; its connection ends", member.name)
-                self._lose(member)
-                return
-            answer = self._handle(member, message)
-            if answer is not None:
-                channel.send(answer)
-        if channel.is_lost and member in self.members:
-            self._lose(member)
 
     def _handle(self, member: _Member, message: FromReader) -> Message | None:
         match message:
@@ -372,29 +230,9 @@ class ControlServer:
             del member.leases[lease.update_id]
         return answer
 
-    def _lose(self, member: _Member) -> None:
-        member.is_gone = True
+    def _let_go(self, member: _Member) -> None:
         # The library notices only in these calls that its own connection to the reader ended.
         for _ in range(1 if self._host.serves_itself else _ROUNDS):
             self._progress()
-        member.channel.close()
         for update_id in list(member.leases):
             self._unlease(member, update_id)
-        if member.updates and not member.is_observer and member not in self._gone:
-            self._gone.append(member)
-            del self._gone[:-_MAX_GONE]
-        if member in self.members:
-            self.members.remove(member)
-        self.changed.notify_all()
-
-
-_SERVERS: weakref.WeakSet[ControlServer] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    # With a copy of the socket in a child, readers would not notice that this process is gone.
-    for server in list(_SERVERS):
-        server.close_listener()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

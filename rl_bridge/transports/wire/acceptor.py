@@ -1,4 +1,4 @@
-"""The publisher's side of new connections: a listening socket, the greeting, and the peers.
+"""The publisher's side of new connections: a listening socket, and the greeting.
 
 Anybody can open connections and say nothing. So the connections that have not joined yet are
 bounded in number and in time, and a stranger never pushes out a peer that has proven itself.
@@ -9,12 +9,10 @@ import logging
 import socket
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 from rl_bridge.errors import TransportUnavailable
-from rl_bridge.memory.control import Record, UpdateReport, legible
 from rl_bridge.transports.wire.channel import (
     GREETING_NBYTES,
     MAX_MESSAGE_NBYTES,
@@ -184,66 +182,3 @@ class Acceptor(Generic[_Joined]):
         self.listener.close()
         for fd in list(self._pending):
             self._turn_away(fd)
-
-
-class Peer:
-    """A receiver that joined, as its publisher knows it. Changed only under the server's lock.
-
-    Attributes:
-        channel: its connection.
-        worker: its name, as it says.
-        rank: its rank, as it says.
-        pid: its process, as it says.
-        reader: names this receiver over all its connections; empty if it gave no such name.
-        is_observer: it leaves no record.
-        is_gone: its connection ended.
-        updates: update -> what it reported.
-
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        *,
-        worker: str,
-        rank: int,
-        pid: int,
-        is_observer: bool,
-        reader: str = "",
-    ) -> None:
-        """Start with the peer's own description of itself."""
-        self.channel = channel
-        self.worker = worker
-        self.rank = rank
-        self.pid = pid
-        self.reader = reader
-        self.is_observer = is_observer
-        self.is_gone = False
-        self.updates: OrderedDict[str, UpdateReport] = OrderedDict()
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"worker {self.worker!r} rank {self.rank} (pid {self.pid})"
-
-    def is_from(self, reader: str, pid: int) -> bool:
-        """Whether it is a connection from that reader."""
-        return bool(reader) and (self.reader, self.pid) == (reader, pid)
-
-    def take_over(self, gone: list[Self]) -> None:
-        """Take over the reports of its earlier connections; removes them from `gone`."""
-        if self.is_observer:
-            return
-        for one in [one for one in gone if one.is_from(self.reader, self.pid)]:
-            self.updates = one.updates | self.updates
-            gone.remove(one)
-
-    def record(self) -> Record:
-        """Everything that it reported."""
-        return Record(
-            worker=legible(self.worker),
-            rank=self.rank,
-            pid=self.pid,
-            updates=tuple(self.updates.values()),
-            presence="gone" if self.is_gone else "alive",
-        )

@@ -380,6 +380,18 @@ def parser(kinds: Any) -> Callable[[bytes], Any]:
     return parse
 
 
+class PeerJoin(Message):
+    """From a receiver: its first message, which names it.
+
+    An observer leaves no record.
+    """
+
+    worker: Annotated[StrictStr, Field(max_length=512)]
+    rank: Count
+    pid: Count
+    is_observer: StrictBool = False
+
+
 class Reported(Message):
     """From a receiver: the state that an update is in there."""
 
