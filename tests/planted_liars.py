@@ -14,12 +14,12 @@ from rl_bridge.installers.base import Engine, InstallProof
 from rl_bridge.installers.engine_memory import named_engine_tensors
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.control import Record, UpdateReport
+from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.views import Attachment, Pin, anonymous_pin
 from rl_bridge.testing import InstallerSuite, TransportSuite
-from rl_bridge.testing.faults import flip_byte
+from rl_bridge.testing.faults import AroundConsumer, AroundPublisher, flip_byte
 from rl_bridge.transports.base import Carried, ConsumerEnd, PublisherEnd, Transport
 from rl_bridge.transports.local import LocalClone
 
@@ -31,60 +31,11 @@ Tensors = Mapping[str, torch.Tensor]
 # ---- transports ---------------------------------------------------------------------------------
 
 
-class _Publisher(PublisherEnd):
-    """Passes everything on to an honest end."""
-
-    def __init__(self, inner: PublisherEnd) -> None:
-        self.inner = inner
-
-    def carry(self, plan: PackPlan, tensors: Tensors, update_id: str) -> Carried:
-        return self.inner.carry(plan, tensors, update_id)
-
-    def seal_header(self, update_id: str, digest: bytes) -> None:
-        self.inner.seal_header(update_id, digest)
-
-    def release(self, update_id: str) -> None:
-        self.inner.release(update_id)
-
-    def records(self) -> list[Record]:
-        return self.inner.records()
-
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes
-
-    def snapshot(self, update_id: str) -> Pin:
-        pin: Pin = self.inner.snapshot(update_id)  # type: ignore[attr-defined]  # local-clone's
-        return pin
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-class _Consumer(ConsumerEnd):
-    """Passes everything on to an honest end."""
-
-    def __init__(self, inner: ConsumerEnd) -> None:
-        self.inner = inner
-
-    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
-        return self.inner.attach(manifest)
-
-    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
-        self.inner.report(manifest, report)
-
-    def settle(self) -> None:
-        self.inner.settle()
-
-    def close(self) -> None:
-        self.inner.close()
-
-
 class Liar(LocalClone):
     """``local-clone`` with a defect in one of its ends."""
 
-    publisher_kind: ClassVar[type[_Publisher]] = _Publisher
-    consumer_kind: ClassVar[type[_Consumer]] = _Consumer
+    publisher_kind: ClassVar[type[AroundPublisher]] = AroundPublisher
+    consumer_kind: ClassVar[type[AroundConsumer]] = AroundConsumer
 
     def publisher_end(self, publisher_id: str) -> PublisherEnd:
         return self.publisher_kind(super().publisher_end(publisher_id))
@@ -108,14 +59,14 @@ class ClaimsSomethingElse(LocalClone):
 class Unsealed(Liar):
     """Reads the source when it is imported, not when it is published."""
 
-    class publisher_kind(_Publisher):  # noqa: N801 - stands for an attribute
+    class publisher_kind(AroundPublisher):  # noqa: N801 - stands for an attribute
         live: ClassVar[dict[str, tuple[PackPlan, Tensors]]] = {}
 
         def carry(self, plan: PackPlan, tensors: Tensors, update_id: str) -> Carried:
             self.live[update_id] = (plan, tensors)
             return self.inner.carry(plan, tensors, update_id)
 
-    class consumer_kind(_Consumer):  # noqa: N801 - stands for an attribute
+    class consumer_kind(AroundConsumer):  # noqa: N801 - stands for an attribute
         def attach(self, manifest: WeightUpdateManifest) -> Attachment:
             attachment = self.inner.attach(manifest)
             plan, tensors = Unsealed.publisher_kind.live[manifest.update_id]
@@ -126,15 +77,15 @@ class Unsealed(Liar):
 class Shared(Liar):
     """Gives every consumer the publisher's own memory, writable."""
 
-    class publisher_kind(_Publisher):  # noqa: N801 - stands for an attribute
+    class publisher_kind(AroundPublisher):  # noqa: N801 - stands for an attribute
         pins: ClassVar[dict[str, Pin]] = {}
 
         def carry(self, plan: PackPlan, tensors: Tensors, update_id: str) -> Carried:
             carried = self.inner.carry(plan, tensors, update_id)
-            self.pins[update_id] = self.snapshot(update_id)
+            self.pins[update_id] = self.inner.snapshot(update_id)  # type: ignore[attr-defined]  # local-clone has it
             return carried
 
-    class consumer_kind(_Consumer):  # noqa: N801 - stands for an attribute
+    class consumer_kind(AroundConsumer):  # noqa: N801 - stands for an attribute
         def attach(self, manifest: WeightUpdateManifest) -> Attachment:
             self.inner.attach(manifest)
             table = manifest.table
@@ -145,7 +96,7 @@ class Shared(Liar):
 class Reusing(Shared):
     """Writes every version into the same memory, whoever still looks at it."""
 
-    class publisher_kind(_Publisher):  # noqa: N801 - stands for an attribute
+    class publisher_kind(AroundPublisher):  # noqa: N801 - stands for an attribute
         slot: ClassVar[Pin] = anonymous_pin(1 << 22)
 
         def carry(self, plan: PackPlan, tensors: Tensors, update_id: str) -> Carried:
@@ -168,7 +119,7 @@ class _Trusting(Attachment):
 class Trusting(Liar):
     """Does not read the bytes: says that they are what the manifest says."""
 
-    class consumer_kind(_Consumer):  # noqa: N801 - stands for an attribute
+    class consumer_kind(AroundConsumer):  # noqa: N801 - stands for an attribute
         def attach(self, manifest: WeightUpdateManifest) -> Attachment:
             return _Trusting(self.inner.attach(manifest), manifest.digests)
 
@@ -176,7 +127,7 @@ class Trusting(Liar):
 class CutsOff(Trusting):
     """Loses the last byte of what is large, and does not look."""
 
-    class consumer_kind(_Consumer):  # noqa: N801 - stands for an attribute
+    class consumer_kind(AroundConsumer):  # noqa: N801 - stands for an attribute
         def attach(self, manifest: WeightUpdateManifest) -> Attachment:
             attachment = self.inner.attach(manifest)
             table = manifest.table
@@ -189,7 +140,7 @@ class CutsOff(Trusting):
 class Leaky(Liar):
     """Opens a file for every import."""
 
-    class consumer_kind(_Consumer):  # noqa: N801 - stands for an attribute
+    class consumer_kind(AroundConsumer):  # noqa: N801 - stands for an attribute
         kept: ClassVar[list[int]] = []
 
         def attach(self, manifest: WeightUpdateManifest) -> Attachment:
@@ -200,7 +151,7 @@ class Leaky(Liar):
 class Hoarding(Liar):
     """Gives no memory back before it is closed."""
 
-    class publisher_kind(_Publisher):  # noqa: N801 - stands for an attribute
+    class publisher_kind(AroundPublisher):  # noqa: N801 - stands for an attribute
         def release(self, update_id: str) -> None:
             """Keep it."""
 
@@ -208,7 +159,7 @@ class Hoarding(Liar):
 class Silent(Liar):
     """Reports nothing to the publisher."""
 
-    class consumer_kind(_Consumer):  # noqa: N801 - stands for an attribute
+    class consumer_kind(AroundConsumer):  # noqa: N801 - stands for an attribute
         def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
             """Keep it to itself."""
 
@@ -216,7 +167,7 @@ class Silent(Liar):
 class Careless(Liar):
     """Takes a handle for what it should be."""
 
-    class consumer_kind(_Consumer):  # noqa: N801 - stands for an attribute
+    class consumer_kind(AroundConsumer):  # noqa: N801 - stands for an attribute
         def attach(self, manifest: WeightUpdateManifest) -> Attachment:
             for value in manifest.handle.values():
                 value["slot"]

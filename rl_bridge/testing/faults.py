@@ -291,12 +291,69 @@ class FaultInjecting(Transport):
         flip_byte(self.arena(manifest) + offset, self._publisher_of(manifest).place)
 
 
-class _FaultyPublisher(PublisherEnd):
-    def __init__(self, owner: FaultInjecting, inner: PublisherEnd) -> None:
-        self.owner = owner
+class AroundPublisher(PublisherEnd):
+    """A publisher's end that does what another one does; tests change some of it."""
+
+    def __init__(self, inner: PublisherEnd) -> None:
+        """Stand in front of `inner`."""
         self.inner = inner
         self.place = inner.place
         self.columns = inner.columns
+
+    def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
+        """Pass on."""
+        return self.inner.carry(plan, tensors, update_id)
+
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        """Pass on."""
+        self.inner.seal_header(update_id, digest)
+
+    def release(self, update_id: str) -> None:
+        """Pass on."""
+        self.inner.release(update_id)
+
+    def records(self) -> list[Record]:
+        """Pass on."""
+        return self.inner.records()
+
+    @property
+    def nbytes(self) -> int:
+        """Pass on."""
+        return self.inner.nbytes
+
+    def close(self) -> None:
+        """Pass on."""
+        self.inner.close()
+
+
+class AroundConsumer(ConsumerEnd):
+    """A consumer's end that does what another one does; tests change some of it."""
+
+    def __init__(self, inner: ConsumerEnd) -> None:
+        """Stand in front of `inner`."""
+        self.inner = inner
+
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Pass on."""
+        return self.inner.attach(manifest)
+
+    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
+        """Pass on."""
+        self.inner.report(manifest, report)
+
+    def settle(self) -> None:
+        """Pass on."""
+        self.inner.settle()
+
+    def close(self) -> None:
+        """Pass on."""
+        self.inner.close()
+
+
+class _FaultyPublisher(AroundPublisher):
+    def __init__(self, owner: FaultInjecting, inner: PublisherEnd) -> None:
+        super().__init__(inner)
+        self.owner = owner
         self.handles: dict[str, Mapping[str, Any]] = {}
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
@@ -314,39 +371,26 @@ class _FaultyPublisher(PublisherEnd):
             raise
         return carried
 
-    def seal_header(self, update_id: str, digest: bytes) -> None:
-        self.inner.seal_header(update_id, digest)
-
     def release(self, update_id: str) -> None:
         self.owner.reach(Step.BEFORE_RELEASE)
         self.inner.release(update_id)
         self.owner.reach(Step.AFTER_RELEASE)
 
-    def records(self) -> list[Record]:
-        return self.inner.records()
 
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-class _FaultyConsumer(ConsumerEnd):
+class _FaultyConsumer(AroundConsumer):
     def __init__(self, owner: FaultInjecting, inner: ConsumerEnd) -> None:
+        super().__init__(inner)
         self._owner = owner
-        self._inner = inner
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         self._owner.reach(Step.BEFORE_ATTACH)
-        attachment = self._inner.attach(manifest)
+        attachment = self.inner.attach(manifest)
         self._owner.reach(Step.AFTER_ATTACH)
         return attachment
 
     def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
         self._owner.reach(Step.BEFORE_ATTACH)
-        attached = self._inner.attach_parts(parts)
+        attached = self.inner.attach_parts(parts)
         self._owner.reach(Step.AFTER_ATTACH)
         return attached
 
@@ -354,11 +398,5 @@ class _FaultyConsumer(ConsumerEnd):
         if self._owner.drops_reports:
             return
         self._owner.reach(Step.BEFORE_REPORT)
-        self._inner.report(manifest, report)
+        self.inner.report(manifest, report)
         self._owner.reach(Step.AFTER_REPORT)
-
-    def settle(self) -> None:
-        self._inner.settle()
-
-    def close(self) -> None:
-        self._inner.close()

@@ -12,9 +12,6 @@ from rl_bridge import TensorBridge, make_weight_bridge
 from rl_bridge.groups.exchange import StoreExchange
 from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.manifest.group import GroupManifest
-from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.control import UpdateReport
-from rl_bridge.memory.views import Attachment
 from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.transports.base import ConsumerEnd
 from rl_bridge.transports.local import LocalClone
@@ -122,25 +119,6 @@ def damage(group: Trainers, manifest: GroupManifest, rank: int, offset: int) -> 
     part = manifest.parts[rank]
     end = group.bridges[rank].publisher.end
     flip_byte(arena_address(end, part.update_id, dict(part.handle)) + offset)
-
-
-class AroundEnd(ConsumerEnd):
-    """A consumer's end that does what another one does; tests change some of it."""
-
-    def __init__(self, end: ConsumerEnd) -> None:
-        self._end = end
-
-    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
-        return self._end.attach(manifest)
-
-    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
-        self._end.report(manifest, report)
-
-    def settle(self) -> None:
-        self._end.settle()
-
-    def close(self) -> None:
-        self._end.close()
 
 
 def local_clone_through(

@@ -45,11 +45,11 @@ from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.slots import ARRIVING, Slot
 from rl_bridge.memory.views import Attachment, ImportedTensors, Pin, anonymous_pin
-from rl_bridge.testing.faults import flip_byte
+from rl_bridge.testing.faults import AroundConsumer, flip_byte
 from rl_bridge.transports.base import ConsumerEnd, Landed, Landing, PartRequest
 from rl_bridge.transports.shared_memory import SharedPublisher
 from tests.groups.meshes import Shards, cut, flat_cut, model, same, share
-from tests.groups.rig import AroundEnd, local_clone_through, trainers
+from tests.groups.rig import local_clone_through, trainers
 from tests.groups.test_reshard import layout_of
 
 # Cut in two, "big" is cut between leaves, "small" within one, "row" at all only by some.
@@ -80,7 +80,7 @@ class Sky:
             raise self.problem
 
 
-class Falling(AroundEnd):
+class Falling(AroundConsumer):
     """Lands ranges in bits and in any order; all else is as in ``local-clone``."""
 
     lands = True
@@ -91,7 +91,7 @@ class Falling(AroundEnd):
 
     def read_into(self, parts: Sequence[PartRequest], landing: Landing) -> Landed:
         sky, dice = self._sky, random.Random(self._sky.seed)
-        pins = [self._end.attach(part.manifest).tensors.pin for part in parts]
+        pins = [self.inner.attach(part.manifest).tensors.pin for part in parts]
         slot = landing.reserve()
         ctypes.memset(slot.address, 0xA5, 1)  # what was there before is no version
         left = [bits(part, dice) for part in parts]
@@ -394,7 +394,7 @@ WISHED_DIMS: dict[str, int | None] = {**dict.fromkeys(WISHED), "wide": 0, "q": 0
 GARBAGE = 0xA5
 
 
-class Ranges(AroundEnd):
+class Ranges(AroundConsumer):
     """Brings the ranges that are asked for, among garbage; all else is as in ``local-clone``."""
 
     def __init__(self, end: ConsumerEnd, calls: list[list[PartRequest]]) -> None:
@@ -409,7 +409,7 @@ class Ranges(AroundEnd):
         return [self._ranges(part) for part in parts]
 
     def _ranges(self, part: PartRequest) -> Attachment:
-        whole = self._end.attach(part.manifest).tensors.pin
+        whole = self.inner.attach(part.manifest).tensors.pin
         assert part.starts is not None
         assert part.nbytes is not None
         pin = anonymous_pin(whole.nbytes)
