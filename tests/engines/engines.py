@@ -3,9 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from rl_bridge import RolloutExecutor, WeightUpdateManifest
 from tests.engines.drive import (
@@ -23,49 +21,31 @@ from tests.engines.drive import (
 from tests.engines.faults import uproot
 from tests.engines.models import Checkpoints
 from tests.engines.references import References
+from tests.engines.stand import Stand
 from tests.engines.trainer import Trainer
 
 
-@dataclass(slots=True)
-class Bench:
-    """An engine, an executor around it, a trainer, and what fresh engines answer.
+@dataclass(kw_only=True)
+class Bench(Stand):
+    """With an executor around the engine, an `LLM`."""
 
-    Attributes:
-        weights: of versions 0 and 1.
-        fresh: answers of fresh engines of these.
-        holds: which of them the engine holds.
-
-    """
-
-    llm: Any
     setting: Setting
     executor: RolloutExecutor
-    trainer: Trainer
-    weights: Sequence[dict[str, torch.Tensor]]
     fresh: Sequence[Answers]
-    holds: int = 0
+
+    @property
+    def llm(self) -> Any:
+        """The engine."""
+        return self.engine
 
     def answers(self) -> Answers:
         """Ask the engine."""
         return answers(self.llm)
 
-    def next(self, **changed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The weights that it does not hold."""
-        return {**self.weights[1 - self.holds], **changed}
-
-    def update(self, by: str = "executor") -> WeightUpdateManifest:
-        """Install the version that it does not hold."""
-        manifest = self.trainer.publish(self.next())
-        if by == "executor":
-            self.executor.update_weights(manifest)
-        else:
-            native_update(self.llm, manifest)
-        self.holds = 1 - self.holds
-        return manifest
-
-    def check(self, what: str = "") -> None:
-        """It answers as a fresh engine of the version that it says."""
-        assert self.answers() == self.fresh[self.holds], what
+    def update(self, executor: Any = "executor", number: int | None = None) -> WeightUpdateManifest:
+        """By its executor, or by vLLM's own calls."""
+        by = self.executor if executor == "executor" else _Native(self.llm)
+        return super().update(by, number)
 
     def begin(self, prefix: str, steps: int, max_tokens: int = 24) -> list[str]:
         """Bring requests under way and leave them there."""
@@ -90,6 +70,13 @@ class Bench:
         return read(self.finish(ids))
 
 
+class _Native(NamedTuple):
+    llm: Any
+
+    def update_weights(self, manifest: WeightUpdateManifest) -> None:
+        native_update(self.llm, manifest)
+
+
 @contextmanager
 def bench(
     setting: Setting, checkpoints: Checkpoints, references: References, **options: Any
@@ -105,6 +92,8 @@ def bench(
         first = answers(llm)
         llm.init_weight_transfer_engine({"init_info": {}})
         try:
-            yield Bench(llm, setting, executor, trainer, weights, (first, second))
+            yield Bench(
+                llm, trainer, weights, fresh=(first, second), setting=setting, executor=executor
+            )
         finally:
             uproot()

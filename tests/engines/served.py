@@ -59,6 +59,14 @@ class Served:
             for choice in choices
         )
 
+    def label(self) -> str:
+        """Of its weights."""
+        return str(self.call("weight_info", method="GET").json()["weight_version"])
+
+    def is_paused(self) -> bool:
+        """Whether it is."""
+        return bool(self.call("is_paused", method="GET").json()["is_paused"])
+
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> Any:
         """Call a method of all workers, as an ``LLM`` does."""
         reply = self.call("collective_rpc", json={"method": method, "args": list(args)})

@@ -20,7 +20,6 @@ from rl_bridge import (
     EngineLost,
     TornEngine,
     WeightBridgeUnavailableError,
-    WeightUpdateManifest,
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
@@ -36,6 +35,7 @@ from tests.engines.looped import Looped, looped
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References
 from tests.engines.served import Served, served
+from tests.engines.stand import Stand, label_of
 from tests.engines.trainer import Trainer
 
 SETTING = Setting(Kind("qwen3", tied=True), in_process=False)
@@ -136,29 +136,30 @@ def engine(running: EngineUnderTest) -> Looped:
     return looped
 
 
+class OnReplicas(Stand):
+    def answers(self) -> object:
+        return answers(self.engine)
+
+
 @pytest.fixture
-def weights(checkpoints: Checkpoints) -> list[dict[str, torch.Tensor]]:
+def stand(running: EngineUnderTest, trainer: Trainer, checkpoints: Checkpoints) -> Stand:
+    return OnReplicas(running.engine, trainer, weights_of(checkpoints), running.fresh)
+
+
+def weights_of(checkpoints: Checkpoints) -> list[dict[str, torch.Tensor]]:
     return [checkpoints.weights(SETTING.kind, version) for version in (0, 1)]
-
-
-def label(manifest: WeightUpdateManifest) -> str:
-    return f"{manifest.weight_version}@{manifest.root}"
 
 
 @pytest.mark.parametrize("fails", [None, *REPLICAS])
 def test_each_request_of_each_replica_is_answered_by_one_version(
-    engine: Looped,
-    running: EngineUnderTest,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    fails: int | None,
+    engine: Looped, stand: Stand, fails: int | None
 ) -> None:
     """Those under way by the old one; those behind by the new one, if every replica took it."""
     with executor_for(
         engine.llm, loop=engine.loop, serving={"pause": "wait", "cache": "reset"}
     ) as executor:
-        old, new = trainer.publish(weights[0]), trainer.publish(weights[1])
-        executor.update_weights(old)
+        old = stand.update(executor, 0)
+        new = stand.publish()
         expected = engine.answers(tokens=TOKENS)
         asked = [(p, replica) for p in range(len(PROMPTS)) for replica in REPLICAS]
         under_way = [engine.ask(PROMPTS[p], TOKENS, replica) for p, replica in asked]
@@ -166,6 +167,7 @@ def test_each_request_of_each_replica_is_answered_by_one_version(
             request.reach(10)
         if fails is None:
             executor.update_weights(new)
+            stand.holds = 1
         else:
             ask_all(engine, "in_rank", planted("prove", fails))
             with pytest.raises(WeightUpdateRejectedError, match=f"rank {fails}: .*{FAULT}"):
@@ -173,17 +175,18 @@ def test_each_request_of_each_replica_is_answered_by_one_version(
             ask_all(engine, "in_rank", '{"ask": "uproot"}')
         for (prompt, _), request in zip(asked, under_way, strict=True):
             output = request.result().outputs[0]
-            assert [span.version for span in output.weight_versions] == [label(old)]
+            assert [span.version for span in output.weight_versions] == [label_of(old)]
             assert tuple(output.token_ids) == expected[prompt][0]
-        assert answers(engine) == running.fresh[fails is None]
+        stand.check()
         for replica in REPLICAS:
             (span,) = engine.ask(PROMPTS[0], 8, replica).result().outputs[0].weight_versions
-            assert span.version == label(new if fails is None else old)
+            assert span.version == label_of(new if fails is None else old)
 
 
 def test_what_two_trainer_ranks_publish_is_installed_on_all_replicas_or_on_none(
-    engine: Looped, running: EngineUnderTest, weights: list[dict[str, torch.Tensor]]
+    engine: Looped, running: EngineUnderTest, checkpoints: Checkpoints
 ) -> None:
+    weights = weights_of(checkpoints)
     with ExitStack() as stack:
         bridges = [
             stack.enter_context(
@@ -211,14 +214,12 @@ def test_vllm_tells_what_the_first_replica_said_and_a_driver_hears_all(engine: L
     assert [reply["rank"] for reply in heard] == list(REPLICAS)
 
 
-def test_vllms_own_calls_are_refused_by_all_replicas(
-    engine: Looped, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
-) -> None:
+def test_vllms_own_calls_are_refused_by_all_replicas(engine: Looped, stand: Stand) -> None:
     """Nobody would see to it that all install."""
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     before = ask_all(engine, "in_rank", '{"ask": "contents"}')
-    info = {"manifest": trainer.publish(weights[1]).to_json()}
+    info = {"manifest": stand.publish(1).to_json()}
     engine.run(engine.llm.start_weight_update())
     with pytest.raises(Exception, match=r"is replica \d of a data-parallel group"):
         engine.run(engine.llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
@@ -227,17 +228,17 @@ def test_vllms_own_calls_are_refused_by_all_replicas(
 
 # The last test with this engine: there is none behind it.
 def test_a_replica_that_was_killed_is_a_typed_error_within_its_deadline(
-    engine: Looped, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
+    engine: Looped, stand: Stand
 ) -> None:
     with executor_for(engine.llm, loop=engine.loop) as executor:
-        executor.update_weights(trainer.publish(weights[0]))
+        stand.update(executor, 0)
         _, pid = ask_all(engine, "tell_pid")
         os.kill(pid, signal.SIGKILL)
         with pytest.raises((EngineLost, TornEngine)):
-            executor.update_weights(trainer.publish(weights[1]))
+            executor.update_weights(stand.publish(1))
         until(lambda: engine.llm.errored, what="vLLM notices, too")
         with pytest.raises((EngineLost, TornEngine)):
-            executor.update_weights(trainer.publish(weights[1]))
+            executor.update_weights(stand.publish(1))
 
 
 @FULL
@@ -260,26 +261,22 @@ def test_replicas_that_share_experts_are_refused_by_name(
 @FULL
 @pytest.mark.timeout(400)  # a server starts
 def test_a_server_updates_all_of_its_replicas_or_none(
-    checkpoints: Checkpoints,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    tmp_path: Path,
+    checkpoints: Checkpoints, trainer: Trainer, tmp_path: Path
 ) -> None:
     path, log = checkpoints.path(SETTING.kind, 0), tmp_path / "server.log"
     with (
         served(SETTING, path, log, replicas=2, VLLM_SERVER_DEV_MODE="1") as server,
         executor_for(server.url) as executor,
     ):
-        first = trainer.publish(weights[1])
-        executor.update_weights(first)
+        stand = Stand(server, trainer, weights_of(checkpoints), ())
+        first = stand.update(executor, 1)
         assert held(server) == {first.update_id: 2}
         server.collective_rpc("in_rank", [planted("prove", 1)])
         with pytest.raises(WeightUpdateRejectedError, match=f"rank 1: .*{FAULT}"):
-            executor.update_weights(trainer.publish(weights[0]))
+            executor.update_weights(stand.publish(0))
         assert held(server) == {first.update_id: 2}
         server.collective_rpc("in_rank", ['{"ask": "uproot"}'])
-        third = trainer.publish(weights[0])
-        executor.update_weights(third)
+        third = stand.update(executor, 0)
         assert held(server) == {third.update_id: 2}
 
 

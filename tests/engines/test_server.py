@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from tests.engines.matrix import few_of
 from tests.engines.mishaps import FAILURES, fail
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.served import Served, served
-from tests.engines.sidecars import DEATH, URL
+from tests.engines.sidecars import URL
+from tests.engines.stand import Stand, label_of
 from tests.engines.trainer import Trainer
 from tests.helpers import stop
 from tests.remote.process import SidecarProcess, make_key
@@ -58,13 +59,23 @@ def server(
         yield made
 
 
-@pytest.fixture(scope="module")
-def weights(checkpoints: Checkpoints) -> list[dict[str, torch.Tensor]]:
-    return [checkpoints.weights(SETTING.kind, version) for version in (0, 1)]
+class OnServer(Stand):
+    def check(self, what: object = "") -> None:
+        super().check(what)
+        assert not self.engine.is_paused(), what
 
 
-def label(server: Served) -> str:
-    return str(server.call("weight_info", method="GET").json()["weight_version"])
+@pytest.fixture
+def make_stand(
+    checkpoints: Checkpoints, fresh: list[Answers], trainer: Trainer
+) -> Callable[[Served], OnServer]:
+    weights = [checkpoints.weights(SETTING.kind, version) for version in (0, 1)]
+    return lambda server: OnServer(server, trainer, weights, fresh)
+
+
+@pytest.fixture
+def stand(make_stand: Callable[[Served], OnServer], server: Served) -> OnServer:
+    return make_stand(server)
 
 
 @pytest.fixture
@@ -75,70 +86,56 @@ def executor(server: Served) -> Iterator[RolloutExecutor]:
 
 @pytest.mark.timeout(240)
 def test_it_is_a_fresh_engine_after_updates_and_failures(
-    server: Served,
-    executor: RolloutExecutor,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    fresh: list[Answers],
+    stand: OnServer, executor: RolloutExecutor
 ) -> None:
-    assert fresh[0] != fresh[1]
-    assert server.answers() == fresh[0]
-    for step, failure in enumerate(FAILURES, 1):
-        told = label(server)
-        fail(failure, server, executor.update_weights, weights[step % 2], trainer)
-        assert server.answers() == fresh[(step - 1) % 2], f"behind {failure}"
-        assert label(server) == told
-        manifest = trainer.publish(weights[step % 2])
-        executor.update_weights(manifest)
-        assert server.answers() == fresh[step % 2], f"update {step}"
-        assert label(server) == f"{manifest.weight_version}@{manifest.root}"
+    assert stand.fresh[0] != stand.fresh[1]
+    stand.check("as it was started")
+    for failure in FAILURES:
+        told = stand.engine.label()
+        sent = stand.weights[1 - stand.holds]
+        fail(failure, stand.engine, executor.update_weights, sent, stand.trainer)
+        stand.check(failure)
+        assert stand.engine.label() == told
+        manifest = stand.update(executor)
+        stand.check(f"behind {failure}")
+        assert stand.engine.label() == label_of(manifest)
 
 
-def test_it_is_a_fresh_engine_after_updates_by_its_own_routes(
-    server: Served,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    fresh: list[Answers],
-) -> None:
+def test_it_is_a_fresh_engine_after_updates_by_its_own_routes(stand: OnServer) -> None:
+    server = stand.engine
     assert server.call("init_weight_transfer_engine", json={"init_info": {}}).is_success
-    for step in range(2):
-        manifest = trainer.publish(weights[step % 2])
+    for number in range(2):
+        manifest = stand.publish(number)
+        stand.holds = number
         info = {"update_info": {"manifest": manifest.to_json()}}
         assert server.call("start_weight_update").is_success
         assert server.call("update_weights", json=info).is_success
         finish = {"weight_version": str(manifest.weight_version)}
         assert server.call("finish_weight_update", json=finish).is_success
-        assert server.answers() == fresh[step % 2]
-        damaged = {**weights[0], "model.norm.weight": torch.full((128,), float("inf"))}
-        info = {"update_info": {"manifest": trainer.publish(damaged).to_json()}}
+        stand.check()
+        damaged = {**stand.weights[0], "model.norm.weight": torch.full((128,), float("inf"))}
+        info = {"update_info": {"manifest": stand.trainer.publish(damaged).to_json()}}
         assert server.call("start_weight_update").is_success
         assert not server.call("update_weights", json=info).is_success
-        assert server.answers() == fresh[step % 2]
+        assert server.answers() == stand.fresh[stand.holds]
 
 
 def test_requests_under_way_change_version_at_a_token_that_they_tell(
-    server: Served,
-    executor: RolloutExecutor,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    fresh: list[Answers],
+    stand: OnServer, executor: RolloutExecutor
 ) -> None:
-    old = trainer.publish(weights[0])
-    executor.update_weights(old)
+    manifests = [stand.update(executor, 0)]
     choices: list[dict[str, Any]] = []
     asking = [
-        threading.Thread(target=lambda p=prompt: choices.append(server.generate(p, 400)))
+        threading.Thread(target=lambda p=prompt: choices.append(stand.engine.generate(p, 400)))
         for prompt in PROMPTS
     ]
     for thread in asking:
         thread.start()
-    manifests = [old]
     while any(thread.is_alive() for thread in asking) and len(manifests) < 40:
-        manifests.append(trainer.publish(weights[len(manifests) % 2]))
-        executor.update_weights(manifests[-1])
+        manifests.append(stand.update(executor))
     for thread in asking:
         thread.join(60)
-    labels = [f"{manifest.weight_version}@{manifest.root}" for manifest in manifests]
+    labels = [label_of(manifest) for manifest in manifests]
     assert len(choices) == len(PROMPTS)
     for choice in choices:
         spans = choice["weight_versions"]
@@ -148,24 +145,18 @@ def test_requests_under_way_change_version_at_a_token_that_they_tell(
         assert order == sorted(set(order))
     # No request comes to its end between two updates: a rank stages between steps, not beside them.
     assert any(len(choice["weight_versions"]) > 1 for choice in choices)
-    executor.update_weights(trainer.publish(weights[1]))
-    assert server.answers() == fresh[1]
+    stand.update(executor, 1)
+    stand.check()
 
 
 @pytest.mark.timeout(240)  # each driver is a process that imports torch
 @pytest.mark.parametrize("step", few_of(STEPS, "installed"))
 def test_what_a_killed_driver_left_is_ended_by_the_next_ones_recover(
-    server: Served,
-    executor: RolloutExecutor,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    fresh: list[Answers],
-    *,
-    tmp_path: Path,
-    step: str,
+    stand: OnServer, executor: RolloutExecutor, tmp_path: Path, step: str
 ) -> None:
-    executor.update_weights(trainer.publish(weights[0]))
-    manifest = trainer.publish(weights[1])
+    server = stand.engine
+    stand.update(executor, 0)
+    manifest = stand.publish()
     if step == "undone":
         server.collective_rpc("plant_fault", ["exchange", 5])
     mark = tmp_path / "stands"
@@ -180,19 +171,17 @@ def test_what_a_killed_driver_left_is_ended_by_the_next_ones_recover(
         driver.kill()
         driver.join(DEADLINE_S)
         server.collective_rpc("uproot_fault")
-    paused = server.call("is_paused", method="GET").json()["is_paused"]
-    assert paused == (step != "resumed")
+    assert server.is_paused() == (step != "resumed")
     with executor_for(server.url, timeout_s=DEADLINE_S) as following:
         following.recover()
-        assert not server.call("is_paused", method="GET").json()["is_paused"]
         (rank,) = server.collective_rpc("rl_bridge", ["describe"])
         assert rank["pending"] is None  # the trainer's slot is free
-        forward = step in {"installed", "resumed"}
-        assert server.answers() == fresh[int(forward)]
-        assert (label(server) == f"{manifest.weight_version}@{manifest.root}") == forward
-        following.update_weights(trainer.publish(weights[0]))
+        stand.holds = int(step in {"installed", "resumed"})
+        stand.check()
+        assert (server.label() == label_of(manifest)) == bool(stand.holds)
+        stand.update(following, 0)
         following.check_servable()
-        assert server.answers() == fresh[0]
+        stand.check()
 
 
 # ---- a side-car before it, a process of its own --------------------------------------------------
@@ -208,31 +197,30 @@ def sidecar(tmp_path: Path, server: Served) -> Iterator[SidecarProcess]:
 
 
 def test_by_a_side_car_it_is_a_fresh_engine_after_updates_and_failures(
-    server: Served,
-    sidecar: SidecarProcess,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    fresh: list[Answers],
+    stand: OnServer, sidecar: SidecarProcess
 ) -> None:
+    server, trainer = stand.engine, stand.trainer
     assert sidecar.start(server.url, take_over=True).state == "empty"
     with sidecar.client(timeout_s=DEADLINE_S) as engine:
-        for step, failure in enumerate(FAILURES, 1):
-            manifest = trainer.publish(weights[step % 2])
+        for failure in FAILURES:
+            manifest = stand.publish()
             ack = engine.update_weights(manifest)
+            stand.holds = 1 - stand.holds
             assert (ack.weight_version, ack.proof.root) == (manifest.weight_version, manifest.root)
-            assert server.answers() == fresh[step % 2], f"update {step}"
-            told = label(server)
-            assert told == f"{manifest.weight_version}@{manifest.root}"
-            fail(failure, server, engine.update_weights, weights[1 - step % 2], trainer)
-            assert server.answers() == fresh[step % 2], f"behind {failure} at {step}"
-            assert label(server) == told
+            stand.check(f"before {failure}")
+            told = server.label()
+            assert told == label_of(manifest)
+            fail(failure, server, engine.update_weights, stand.weights[1 - stand.holds], trainer)
+            stand.check(f"behind {failure}")
+            assert server.label() == told
             status = engine.status()
             assert (status.state, status.active_root) == ("serving", manifest.root)
         other = trainer.publish({"other.weight": torch.ones(3)})
         with pytest.raises(IncompatibleUpdate):
             engine.update_weights(other)
         assert engine.update(other).stage == "refused"
-        assert (server.answers(), label(server)) == (fresh[step % 2], told)
+        stand.check()
+        assert server.label() == told
         states = {report.worker: report.state for report in trainer.holders(manifest)}
         assert states["sidecar"] == "acknowledged"
         assert "vllm" in states  # which has memory of its own, and has let go of the trainer's
@@ -240,50 +228,20 @@ def test_by_a_side_car_it_is_a_fresh_engine_after_updates_and_failures(
 
 @pytest.mark.timeout(300)
 def test_killed_behind_any_step_its_next_start_brings_the_living_server_to_a_version(
-    server: Served,
-    sidecar: SidecarProcess,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    fresh: list[Answers],
+    stand: OnServer, sidecar: SidecarProcess
 ) -> None:
-    holds = 0
-    sidecar.start(DYING)
-    with sidecar.client(timeout_s=DEADLINE_S) as engine:
-        held = trainer.publish(weights[holds])
-        engine.update_weights(held)
-        for step in ("prepare", "resume"):
-            following = trainer.publish(weights[1 - holds])
-            (sidecar.directory / DEATH).write_text(step)
-            with pytest.raises(EngineLost):
-                engine.update_weights(following)
-            sidecar.died()
-            status = sidecar.start(DYING)
-            if step != "prepare":  # its commit had begun
-                held, holds = following, 1 - holds
-            assert (status.state, status.active_root) == ("serving", held.root), (step, status)
-            assert status.recovery.outcome == "reinstalled"
-            assert server.answers() == fresh[holds], step
-            assert label(server) == f"{held.weight_version}@{held.root}"
-            assert not server.call("is_paused", method="GET").json()["is_paused"], step
-            if step == "prepare":  # nothing was wrong with it: the same one may come again
-                assert engine.update_weights(following).root == following.root
-                held, holds = following, 1 - holds
-        held = trainer.publish(weights[1 - holds])
-        assert engine.update_weights(held).root == held.root
-        assert server.answers() == fresh[1 - holds]
+    # Behind the pause its commit has begun.
+    stand.side_car_dies(sidecar, DYING, {"prepare": False, "resume": True})
 
 
 @pytest.mark.timeout(200)
 def test_a_server_that_stands_still_is_told_within_the_deadline(
-    server: Served,
-    sidecar: SidecarProcess,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    fresh: list[Answers],
+    stand: OnServer, sidecar: SidecarProcess
 ) -> None:
+    server = stand.engine
     sidecar.start(server.url, step_timeout_s=HANG_S, take_over=True)
     with sidecar.client(timeout_s=DEADLINE_S) as engine:
-        manifest = trainer.publish(weights[1])
+        manifest = stand.publish(1)
         engine.import_weights(manifest)
         os.killpg(server.process.pid, signal.SIGSTOP)
         stop(server.process.pid)
@@ -293,21 +251,17 @@ def test_a_server_that_stands_still_is_told_within_the_deadline(
         finally:
             os.killpg(server.process.pid, signal.SIGCONT)
         until(lambda: engine.status().busy is None, what="the step is over")
-        engine.update_weights(trainer.publish(weights[1]))
-        assert server.answers() == fresh[1]
+        stand.update(engine, 1)
+        stand.check()
 
 
 # ---- a server that is gone -----------------------------------------------------------------------
 
 
 @pytest.mark.timeout(DEADLINE_S)  # it is not waited for an engine that is gone
-def test_a_killed_worker_is_a_typed_error(
-    server: Served,
-    executor: RolloutExecutor,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-) -> None:
-    executor.update_weights(trainer.publish(weights[0]))
+def test_a_killed_worker_is_a_typed_error(stand: OnServer, executor: RolloutExecutor) -> None:
+    server = stand.engine
+    stand.update(executor, 0)
     server.collective_rpc("plant_fault", ["exchange", 5, "kill"])
 
     def ask() -> None:
@@ -318,7 +272,7 @@ def test_a_killed_worker_is_a_typed_error(
     asking = threading.Thread(target=ask)
     asking.start()
     with pytest.raises((EngineLost, TornEngine), match="fresh engine"):
-        executor.update_weights(trainer.publish(weights[1]))
+        executor.update_weights(stand.publish(1))
     with pytest.raises(TornEngine):
         executor.check_servable()
     asking.join(DEADLINE_S)
@@ -338,32 +292,28 @@ def following(
 
 @pytest.mark.timeout(300)  # it starts
 def test_a_fresh_server_serves_only_what_it_was_given(
-    following: Served,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    fresh: list[Answers],
+    make_stand: Callable[[Served], OnServer], following: Served
 ) -> None:
+    stand = make_stand(following)
     with executor_for(following.url, timeout_s=DEADLINE_S) as executor:
         with pytest.raises(WeightBridgeUnavailableError):
             executor.check_servable()
-        executor.update_weights(trainer.publish(weights[1]))
+        stand.update(executor, 1)
         executor.check_servable()
-        assert following.answers() == fresh[1]
+        stand.check()
 
 
 def test_a_server_that_is_gone_is_told_by_its_side_car_and_not_servable(
-    following: Served,
-    sidecar: SidecarProcess,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
+    make_stand: Callable[[Served], OnServer], following: Served, sidecar: SidecarProcess
 ) -> None:
+    stand = make_stand(following)
     sidecar.start(following.url, take_over=True)
     with sidecar.client(timeout_s=DEADLINE_S) as engine:
-        engine.update_weights(trainer.publish(weights[0]))
+        stand.update(engine, 0)
         engine.check_servable()
         following.end()
         with pytest.raises(EngineLost, match="fresh"):
-            engine.update_weights(trainer.publish(weights[1]))
+            engine.update_weights(stand.publish(1))
         status = engine.status()
         assert (status.state, status.servable) == ("lost", False)
         with pytest.raises(EngineLost, match="send it a version"):

@@ -5,14 +5,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.engines.sglang.client import connect
 from rl_bridge.engines.sglang.engine_adapter import SGLangServing
 from rl_bridge.engines.sglang.loaders import ROUTES, DiskRoute, RouteName
@@ -20,6 +20,7 @@ from rl_bridge.engines.staging import Staging
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.testing.processes import until
 from tests.engines.models import Checkpoints, Kind
+from tests.engines.stand import Stand
 from tests.engines.trainer import Trainer
 
 PROMPTS: tuple[tuple[int, ...], ...] = ((1, 5, 9, 17, 33), (1, 100, 200), (*[7] * 40, 3, 4, 5))
@@ -120,43 +121,23 @@ def executor_for(
         yield executor
 
 
-@dataclass(slots=True)
-class Bench:
-    """An engine, a trainer, and what fresh engines of its two versions answer and hold.
+@dataclass(kw_only=True)
+class Bench(Stand):
+    """Of an engine in this process."""
 
-    Attributes:
-        holds: which of the two the engine holds.
-
-    """
-
-    engine: Any
     kind: Kind
-    weights: Sequence[dict[str, torch.Tensor]]
     fresh: Sequence[Answers]
     sums: Sequence[dict[str, str]]
     ranks: int = 1
-    trainer: Trainer = field(default_factory=Trainer)
-    holds: int = 0
 
     def answers(self) -> Answers:
         """Ask the engine; no prefix of an earlier question is used."""
         return answers_of(self.engine)
 
-    def next(self, **changed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The weights that it does not hold."""
-        return {**self.weights[1 - self.holds], **changed}
-
-    def update(self, executor: RolloutExecutor) -> WeightUpdateManifest:
-        """Install the version that it does not hold."""
-        manifest = self.trainer.publish(self.next())
-        executor.update_weights(manifest)
-        self.holds = 1 - self.holds
-        return manifest
-
     def check(self, what: object = "") -> None:
         """It holds and answers what a fresh engine of its version does."""
         assert sums_of(self.engine) == self.sums[self.holds], what
-        assert self.answers() == self.fresh[self.holds], what
+        super().check(what)
 
     def plant(self, point: str, nth: int = 0, rank: int | None = None) -> None:
         """Plant a fault in the scheduler's process, of all ranks or of one."""
@@ -255,11 +236,12 @@ class Engines:
             first = self._start(kind, 0, ranks)
             self._bench = Bench(
                 first,
-                kind,
+                Trainer(),
                 [self._checkpoints.weights(kind, version) for version in (0, 1)],
-                [answers_of(first), answers],
-                [sums_of(first), sums],
-                ranks,
+                fresh=[answers_of(first), answers],
+                kind=kind,
+                sums=[sums_of(first), sums],
+                ranks=ranks,
             )
         return self._bench
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rl_bridge import RolloutExecutor, TornEngine, WeightUpdateManifest
+from rl_bridge import RolloutExecutor, TornEngine
 from rl_bridge.engines.sglang.loaders import RouteName
+from tests.engines.stand import label_of
 from tests.sglang.bench import Bench, executor_for
 from tests.sglang.test_equal import folder
 
@@ -45,10 +46,6 @@ def is_paused(bench: Bench) -> bool:
 
 def label(bench: Bench) -> str:
     return str(bench.engine.tokenizer_manager.config_value("weight_version"))
-
-
-def name(manifest: WeightUpdateManifest) -> str:
-    return f"{manifest.weight_version}@{manifest.root}"
 
 
 @pytest.mark.parametrize("route", LOADS)
@@ -92,8 +89,8 @@ def test_a_load_that_comes_behind_a_take_over_is_not_let_in(
             late.update_weights(mine)
         assert not is_paused(bench)
         bench.check()
-        assert label(bench) == name(theirs)
+        assert label(bench) == label_of(theirs)
         late.recover()
         later = bench.update(late)
         bench.check()
-        assert label(bench) == name(later)
+        assert label(bench) == label_of(later)

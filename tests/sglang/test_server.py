@@ -1,7 +1,7 @@
 """A server by its URL, and by a side-car: the same transaction, with requests under way."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from rl_bridge.engines.sglang.loaders import ROUTES, RouteName
 from rl_bridge.engines.staging import Staging
 from rl_bridge.errors import IncompatibleUpdate, SessionRefused
 from tests.engines.models import Checkpoints, Kind
-from tests.engines.sidecars import DEATH, URL
+from tests.engines.sidecars import URL
+from tests.engines.stand import WAIT_S, Stand, label_of
 from tests.engines.trainer import Trainer
 from tests.remote.process import SidecarProcess, make_key
 from tests.sglang.bench import Engines, executor_for
@@ -30,7 +31,6 @@ from tests.sglang.served import KEY, Served, make_api_key, served
 from tests.sglang.test_equal import folder
 
 KIND = Kind("qwen2")
-WAIT_S = 120
 DYING = "tests.sglang.sidecars:dying"
 
 
@@ -44,52 +44,41 @@ def server(
         yield server
 
 
-class Alternating:
-    """Updates to the version that the server does not hold; begins with the second one."""
+class OnServer(Stand):
+    sums: Sequence[dict[str, str]] = ()
 
-    def __init__(self, server: Served, engines: Engines, trainer: Trainer) -> None:
-        self.server = server
-        self.bench = engines.bench(KIND)
-        self.trainer = trainer
-        self.holds = self.bench.sums.index(server.sums())
-
-    def next(self) -> dict[str, torch.Tensor]:
-        return self.bench.weights[1 - self.holds]
-
-    def update(self, executor: RolloutExecutor) -> str:
-        """The label that it has then."""
-        manifest = self.trainer.publish(self.next())
-        executor.update_weights(manifest)
-        self.holds = 1 - self.holds
-        return f"{manifest.weight_version}@{manifest.root}"
-
-    def check(self) -> None:
-        assert self.server.sums() == self.bench.sums[self.holds]
-        assert self.server.answers() == self.bench.fresh[self.holds]
+    def check(self, what: object = "") -> None:
+        assert self.engine.sums() == self.sums[self.holds], what
+        super().check(what)
 
 
 @pytest.fixture
-def alternating(server: Served, engines: Engines, trainer: Trainer) -> Alternating:
-    return Alternating(server, engines, trainer)
+def stand(server: Served, engines: Engines, trainer: Trainer) -> OnServer:
+    bench = engines.bench(KIND)
+    made = OnServer(
+        server, trainer, bench.weights, bench.fresh, holds=bench.sums.index(server.sums())
+    )
+    made.sums = bench.sums
+    return made
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_server_takes_updates_by_each_route(
-    route: RouteName, alternating: Alternating, tmp_path: Path
+    route: RouteName, stand: OnServer, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"route": route, "directory": folder(route, tmp_path), "api_key": KEY}
-    with executor_for(alternating.server.url, **options) as executor:
+    with executor_for(stand.engine.url, **options) as executor:
         for _ in range(2):
-            label = alternating.update(executor)
-            alternating.check()
-            assert alternating.server.label() == label
+            manifest = stand.update(executor)
+            stand.check()
+            assert stand.engine.label() == label_of(manifest)
 
 
-def test_a_server_does_nothing_without_its_key(alternating: Alternating) -> None:
-    with executor_for(alternating.server.url, api_key="another") as executor:
+def test_a_server_does_nothing_without_its_key(stand: OnServer) -> None:
+    with executor_for(stand.engine.url, api_key="another") as executor:
         with pytest.raises(WeightBridgeUnavailableError, match="api_key"):
-            executor.update_weights(alternating.trainer.publish(alternating.next()))
-        alternating.check()
+            executor.update_weights(stand.publish())
+        stand.check()
 
 
 class Request:
@@ -134,16 +123,16 @@ def running(server: Served, executor: RolloutExecutor) -> list[Request]:
 @pytest.mark.parametrize("staging", ["beside", "through"])
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
 def test_a_running_request_tells_which_tokens_come_from_which_version(
-    pause: PauseMode, staging: Staging, alternating: Alternating
+    pause: PauseMode, staging: Staging, stand: OnServer
 ) -> None:
-    server = alternating.server
+    server = stand.engine
     cache = "flush" if pause == "retract" else "keep"
     before = server.label()
     with executor_for(
         server.url, serving={"pause": pause, "cache": cache}, api_key=KEY, staging=staging
     ) as executor:
         requests = running(server, executor)
-        label = alternating.update(executor)
+        label = label_of(stand.update(executor))
         spans = requests[0].output()["meta_info"]["weight_versions"]
         assert executor.last_ack is not None
         assert executor.last_ack.proof.staging == staging
@@ -151,39 +140,39 @@ def test_a_running_request_tells_which_tokens_come_from_which_version(
     assert spans[0]["start"] == 0
     assert spans[0]["end"] == spans[1]["start"]
     assert spans[1]["end"] == TOKENS
-    alternating.check()
+    stand.check()
 
 
 @pytest.mark.parametrize("updates", [0, 1], ids=["the first", "later"])
 @pytest.mark.parametrize("staging", ["beside", "through"])
 def test_a_cache_that_live_requests_hold_refuses_the_update_and_all_goes_back(
-    staging: Staging, updates: int, alternating: Alternating
+    staging: Staging, updates: int, stand: OnServer
 ) -> None:
     """SGLang reports a failure then, although the weights have changed."""
-    server = alternating.server
+    server = stand.engine
     with executor_for(
         server.url, serving={"pause": "in_place"}, api_key=KEY, staging=staging
     ) as executor:
         for _ in range(updates):  # which an undo may write once more, instead of a copy
-            alternating.update(executor)
+            stand.update(executor)
         before = server.label()
         requests = running(server, executor)
         with pytest.raises(WeightUpdateRejectedError, match="could not be dropped"):
-            executor.update_weights(alternating.trainer.publish(alternating.next()))
+            executor.update_weights(stand.publish())
         output = requests[0].output()
     assert {span["version"] for span in output["meta_info"]["weight_versions"]} == {before}
     (alone,) = server.generate([[1, 2, 3]], max_new_tokens=TOKENS)
     assert output["output_ids"] == alone["output_ids"]
-    alternating.check()
+    stand.check()
 
 
-def test_abort_ends_running_requests(alternating: Alternating) -> None:
-    server = alternating.server
+def test_abort_ends_running_requests(stand: OnServer) -> None:
+    server = stand.engine
     with executor_for(server.url, serving={"pause": "abort"}, api_key=KEY) as executor:
         requests = running(server, executor)
-        alternating.update(executor)
+        stand.update(executor)
         assert requests[0].output()["meta_info"]["finish_reason"]["type"] == "abort"
-    alternating.check()
+    stand.check()
 
 
 # ---- a side-car before it, a process of its own --------------------------------------------------
@@ -199,60 +188,44 @@ def sidecar(tmp_path: Path, server: Served) -> Iterator[SidecarProcess]:
 
 
 def test_killed_behind_any_step_its_next_start_brings_the_living_server_to_a_version(
-    alternating: Alternating, sidecar: SidecarProcess
+    stand: OnServer, sidecar: SidecarProcess
 ) -> None:
-    trainer, server = alternating.trainer, alternating.server
-    sidecar.start(DYING)
-    with sidecar.client(timeout_s=WAIT_S) as engine:
-        engine.update_weights(trainer.publish(alternating.next()))
-        alternating.holds = 1 - alternating.holds
-        for step in ("install", "commit"):
-            following = trainer.publish(alternating.next())
-            (sidecar.directory / DEATH).write_text(step)
-            with pytest.raises(EngineLost):
-                engine.update_weights(following)
-            sidecar.died()
-            status = sidecar.start(DYING)
-            # All ranks had proven it, so it goes forward.
-            assert (status.state, status.active_root) == ("serving", following.root), status
-            assert status.recovery.outcome == "reinstalled"
-            alternating.holds = 1 - alternating.holds
-            alternating.check()
-            assert server.label() == f"{following.weight_version}@{following.root}"
+    # All ranks had proven it, so it goes forward.
+    stand.side_car_dies(sidecar, DYING, {"install": True, "commit": True})
 
 
 def test_a_side_car_without_books_is_refused_unless_it_takes_the_server_over(
-    alternating: Alternating, sidecar: SidecarProcess
+    stand: OnServer, sidecar: SidecarProcess
 ) -> None:
     """The one of the test before was killed."""
     key = make_api_key(sidecar.directory)
-    sidecar.start(alternating.server.url, server="sglang", api_key_file=key)
+    sidecar.start(stand.engine.url, server="sglang", api_key_file=key)
     with sidecar.client(timeout_s=WAIT_S) as engine:
         with pytest.raises(SessionRefused, match=r"driver .* has this engine"):
-            engine.update_weights(alternating.trainer.publish(alternating.next()))
-        alternating.check()
+            engine.update_weights(stand.publish())
+        stand.check()
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "broadcast"])
 def test_a_side_car_takes_updates_with_the_servers_key(
-    transport: str, alternating: Alternating, sidecar: SidecarProcess
+    transport: str, stand: OnServer, sidecar: SidecarProcess
 ) -> None:
     options: dict[str, Any] = {"server": "sglang", "transport": transport, "take_over": True}
     options["api_key_file"] = make_api_key(sidecar.directory)
     address: dict[str, Any] = {"address": "127.0.0.1"} if transport == "broadcast" else {}
-    assert sidecar.start(alternating.server.url, **options).state == "empty"
+    assert sidecar.start(stand.engine.url, **options).state == "empty"
     with (
         make_weight_bridge(transport, source_worker="trainer", **address) as trainer,
         sidecar.client(timeout_s=WAIT_S) as engine,
     ):
         for number in (1, 3):
-            manifest = trainer.publish(alternating.next(), weight_version=number)
+            manifest = trainer.publish(stand.weights[1 - stand.holds], weight_version=number)
             assert engine.update_weights(manifest).proof.root == manifest.root
-            alternating.holds = 1 - alternating.holds
+            stand.holds = 1 - stand.holds
             other = trainer.publish({"other.weight": torch.ones(3)}, weight_version=number + 1)
             with pytest.raises(IncompatibleUpdate):
                 engine.update_weights(other)
-            alternating.check()
+            stand.check()
             assert "sglang" in {one.worker for one in trainer.holders(manifest.update_id)}
             status = engine.status()
             assert (status.active_root, status.transport) == (manifest.root, transport)
@@ -261,10 +234,10 @@ def test_a_side_car_takes_updates_with_the_servers_key(
 # ---- the last test: there is no server behind it -------------------------------------------------
 
 
-def test_a_server_that_is_killed_is_told_within_the_deadline(alternating: Alternating) -> None:
-    server = alternating.server
+def test_a_server_that_is_killed_is_told_within_the_deadline(stand: OnServer) -> None:
+    server = stand.engine
     with executor_for(server.url, api_key=KEY, take_over=True) as executor:
-        alternating.update(executor)
+        stand.update(executor)
         killer = threading.Thread(target=server.end)
         adapter = executor.weight_install_adapter
         original = adapter._serving.stop  # type: ignore[union-attr]
@@ -276,6 +249,6 @@ def test_a_server_that_is_killed_is_told_within_the_deadline(alternating: Altern
 
         adapter._serving.stop = killed  # type: ignore[union-attr]
         with pytest.raises((EngineLost, TornEngine)):
-            executor.update_weights(alternating.trainer.publish(alternating.next()))
+            executor.update_weights(stand.publish())
         with pytest.raises(TornEngine):
             executor.check_servable()
