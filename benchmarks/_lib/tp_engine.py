@@ -35,6 +35,8 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# Its layers compute with their weights as they are, as on a GPU, and not with packed copies.
+_PLAIN = "TP_ENGINE_PLAIN"
 _RANKS = 2
 _OWNERS = 4
 _START_S = 300.0
@@ -46,11 +48,18 @@ class Lane:
     """The two, from outside."""
 
     def __init__(
-        self, name: str, tree: Path, shape: dict[str, Any], trainer: str = "whole"
+        self,
+        name: str,
+        tree: Path,
+        shape: dict[str, Any],
+        trainer: str = "whole",
+        *,
+        is_plain: bool = False,
     ) -> None:
         """Start them, by the sources in `tree`.
 
-        The trainer publishes ``whole`` tensors; or its four ranks publish their rows, which go
+        With `is_plain` no layer packs its weights, which vLLM does on the CPU alone. The trainer
+        publishes ``whole`` tensors; or its four ranks publish their rows, which go
         into the engine ``direct``, or ``assembled`` by the driver, which publishes once more.
         """
         self.name = name
@@ -65,7 +74,9 @@ class Lane:
                 json.dumps(shape),
                 trainer,
             ],
-            env=os.environ | SETTINGS | {"PYTHONPATH": f"{tree.resolve()}:{here}"},
+            env=os.environ
+            | SETTINGS
+            | {"PYTHONPATH": f"{tree.resolve()}:{here}", _PLAIN: "1" if is_plain else ""},
             cwd=tree,  # which Python looks into first
             pass_fds=[theirs.fileno()],
             stdout=subprocess.DEVNULL,
@@ -113,6 +124,11 @@ class Counting:
             _count()
         return {**_passed, "cpu_s": time.process_time()}
 
+
+if os.environ.get(_PLAIN):  # in each worker, before it makes its model
+    import vllm._custom_ops
+
+    vllm._custom_ops._supports_onednn = False  # noqa: SLF001 - vLLM has no setting for it
 
 _passed: dict[str, float] = {}
 
