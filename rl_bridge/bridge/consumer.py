@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Self
 
 import torch
@@ -235,6 +235,7 @@ class Consumer:
         source_rank: int,
         observer: Observer | None = None,
         wanted: Wanted | WantedLayout | None = None,
+        max_slots: int = 4,
         num_threads: int | None = None,
     ) -> None:
         """Open the transport's consumer end.
@@ -245,6 +246,7 @@ class Consumer:
             source_rank: its rank.
             observer: called with every lifecycle transition.
             wanted: what is assembled of a version of several parts; None: every tensor, whole.
+            max_slots: most versions that were assembled here and are held at a time.
             num_threads: threads that assemble it; None takes the usable cores.
 
         Raises:
@@ -256,7 +258,9 @@ class Consumer:
         self._transport_name = transport.name
         self._binds_header = transport.binds_header
         self._groups = self.end if isinstance(self.end, GroupEnd) else None
-        self._wanted, self._num_threads = wanted, num_threads
+        self._make_group_end = partial(
+            GroupEnd, wanted=wanted, max_slots=max_slots, num_threads=num_threads
+        )
         self._observer = observer
         self._updates: OrderedDict[str, _Update] = OrderedDict()
         self._active: _Update | None = None  # acknowledged last
@@ -355,9 +359,7 @@ class Consumer:
                 require_transport(part, self._transport_name)
         if self._groups is None:
             own = self.end, self._binds_header  # (and no reference to this consumer)
-            self._groups = GroupEnd(
-                lambda _: own, wanted=self._wanted, num_threads=self._num_threads
-            )
+            self._groups = self._make_group_end(lambda _: own)
         return self._groups
 
     def _end(self, manifest: WeightUpdateManifest) -> ConsumerEnd:
@@ -528,7 +530,7 @@ class Consumer:
             require_header(manifest, attachment, binds_header=self._binds_header)
             try:
                 _require_part(manifest, attachment, needs)
-            except ChecksumMismatch:
+            except (ChecksumMismatch, StaleUpdate):  # the latter of tensors in place
                 pin = attachment.tensors.pin
                 if pin.view is None or not pin.view.refresh(pin.address, pin.nbytes):
                     raise

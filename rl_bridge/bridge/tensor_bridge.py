@@ -30,7 +30,7 @@ from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.passes import checked_threads
+from rl_bridge.memory.passes import checked_count, checked_threads
 from rl_bridge.trainers.state_dict import Source
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import transport_class
@@ -81,6 +81,7 @@ class TensorBridge:
         self._suspicious = Policy(suspicious)
         self._observer = checked_observer(observer)
         self._wanted = checked_wanted(wanted)
+        self._max_slots = checked_count("max_slots", options.get("max_slots", 4))
         self._num_threads = checked_threads(options.get("num_threads"))
         self._transport = self._make_transport(options)
         self._lock = threading.RLock()
@@ -138,6 +139,7 @@ class TensorBridge:
             source_rank=self.source_rank,
             observer=self._observer,
             wanted=self._wanted,
+            max_slots=self._max_slots,
             num_threads=self._num_threads,
         )
 

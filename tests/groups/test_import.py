@@ -399,6 +399,18 @@ def test_a_bridge_reads_the_share_that_is_wanted() -> None:
         assert same(bridge.import_update(group.publish(shards(1), 1)), expected(1))
 
 
+def test_a_bridge_holds_as_many_assembled_versions_as_it_has_slots() -> None:
+    with trainers(2) as group, make_weight_bridge("shared-memory", max_slots=6) as bridge:
+        held = []
+        for version in range(1, 7):
+            manifest = group.publish(shards(version), version)
+            held.append(bridge.import_update(manifest))
+            group.release(manifest)
+        assert all(same(one, model(SHAPES, number)) for number, one in enumerate(held, start=1))
+        with pytest.raises(SlotsExhausted, match="all 6 slots"):
+            bridge.import_update(group.publish(shards(7), 7))
+
+
 def test_a_bridge_refuses_parts_that_travel_by_another_transport() -> None:
     with trainers(2, "local-clone") as group, make_weight_bridge("shared-memory") as bridge:
         manifest = group.publish(shards(1), 1)

@@ -9,7 +9,9 @@ import torch
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import SlotsExhausted, StaleUpdate, WeightBridgeUnavailableError
+from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.memory.packing import checked_block
+from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.testing.processes import Child
 from rl_bridge.testing.strategies import bytes_of
 from tests.machines.nixl_roles import (
@@ -169,6 +171,21 @@ def test_an_empty_tensor_is_no_range() -> None:
         tensors = consumer.import_update(manifest)
         assert tensors["none"].shape == (0,)
         assert tensors["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_a_reader_of_a_part_wrote_into_an_earlier_version_decides_nothing() -> None:
+    live = {"w": torch.arange(4 * LEAF_NBYTES // 4, dtype=torch.int32).view(4, -1)}
+    with in_place() as (publisher, consumer):
+        for version in range(1, 4):
+            live["w"].add_(1)
+            manifest = publisher.publish(live, weight_version=version)
+            needs = PartNeeds.of(manifest.table, [(0, 1, 3, 0, LEAF_NBYTES)])
+            tensors = consumer.consumer.import_update(manifest, needs=needs)
+            assert torch.equal(tensors["w"][1:3], live["w"][1:3])
+            tensors["w"][1:3].zero_()
+            consumer.release_imported(manifest)
+            tensors.forget()
+            publisher.release(manifest.update_id)
 
 
 def test_another_process_reads_in_place_over_tcp() -> None:
