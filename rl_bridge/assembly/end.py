@@ -176,11 +176,11 @@ class GroupEnd(ConsumerEnd):
             manifest = _assembled(group, carried, assembly.plan)
             found = self._reader.look(manifest)
         finally:
-            for one in self._ends.values():
-                one.settle()
             # What is attached has leased its slot.
             if self._ring is not None:
                 self._ring[1].release(group.update_id)
+            for one in self._ends.values():
+                one.settle()
         found.digested(carried.digests)
         found.tensors.manifest = manifest
         needed = {needs.part for needs in assembly.plan.parts}
