@@ -1,9 +1,9 @@
 """`GroupEnd`: the consumer's end for versions of several parts, whatever their transports.
 
 The parts that a reader needs are attached over their own transports, the leaves that cover the
-needed bytes are verified, and the wanted tensors are assembled here. What is assembled lies in a
-ring of sealed slots of this process, like a shared-memory publisher's. A slot is free as soon as
-its last tensor is gone, so what an engine still holds stays for an undo.
+needed bytes are verified, and the wanted tensors are assembled here, in a ring of sealed slots of
+this process, like a shared-memory publisher's. A slot is free as soon as its last tensor is gone,
+so a version that an engine still holds stays for an undo.
 """
 
 import logging
@@ -176,7 +176,7 @@ class GroupEnd(ConsumerEnd):
             manifest = _assembled(group, carried, assembly.plan)
             found = self._reader.look(manifest)
         finally:
-            # What is attached has leased its slot.
+            # The attachment has leased the slot by now.
             if self._ring is not None:
                 self._ring[1].release(group.update_id)
             for one in self._ends.values():

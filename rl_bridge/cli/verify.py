@@ -51,7 +51,7 @@ class _Reading:
     header: DigestMismatch | None  # what is wrong with the manifest's, where every byte is right
 
     def label(self, name: str) -> str:
-        """What messages call a tensor."""
+        """A tensor's name in messages: with its rank, if there are several."""
         return name if self.rank is None else f"rank {self.rank}: {name}"
 
 

@@ -208,7 +208,7 @@ def _found(batches: list[_Pieces], num_threads: int) -> list[bool]:
 
 
 def _batches(pieces: _Pieces) -> Iterator[_Pieces]:
-    """What is summed in one go: one piece, or small ones of one kind."""
+    """Group pieces that are summed in one go: each large one alone, small ones by kind."""
     small: dict[object, _Pieces] = {}
     for name, piece in pieces:
         if piece.numel() > _SMALL:

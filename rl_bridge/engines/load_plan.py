@@ -165,10 +165,10 @@ class Copy(NamedTuple):
 
 @dataclass
 class LoadPlan:
-    """What a loader does with the tensors of one layout.
+    """The steps that a loader takes with the tensors of one layout.
 
-    What follows from it is computed once, when it is first asked for: updates of one layout, of
-    which there may be tens of thousands of tensors, take what is there.
+    The plan's properties are computed once, when the first update asks for them: later updates of
+    the layout, which may have tens of thousands of tensors, use them again.
     """
 
     targets: Sequence[Target]  # the parameters that it writes and those that it does not

@@ -112,7 +112,7 @@ class ModelInstaller(TransactionalAdapter):
         self._num_threads = checked_threads(num_threads)
         self._num_ranks = num_ranks
         self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
-        # What is read of the last layout.
+        # The last layout's plan, and the ranges that are read by it.
         self._needs: tuple[LoadPlan, PartNeeds | GroupShare | None] | None = None
         # The last group's update, and what is read of it. Such a plan holds for nothing else: whole
         # tensors of another update may have the shapes of these boxes.
@@ -126,7 +126,7 @@ class ModelInstaller(TransactionalAdapter):
         self._evidence: Evidence | None = None
         self._staged: Staged | None = None
         self._written: Written | None = None  # if it is written through
-        # What an undo brings back, from the first install since the last commit:
+        # State for an undo, from the first install since the last commit:
         self._has_begun = False
         self._exchange = Exchange()
         self._places: Places | None = None

@@ -334,7 +334,7 @@ class _Run:
 
 
 class _Mine(NamedTuple):
-    """What a rank says of its tensors, and of which tensors it was found to be true."""
+    """A rank's placements, and the tensors that were last compared with them."""
 
     placements: Mapping[str, Placement]
     text: str

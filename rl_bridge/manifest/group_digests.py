@@ -61,7 +61,7 @@ class _Cut(NamedTuple):
         return cls(np.array(places), digest_rows(b"".join(heads)), np.array(rows))
 
     def digests(self, all_rows: _Rows) -> _Rows:
-        """Those of the whole tensors."""
+        """The whole tensors' digests."""
         parts = all_rows[self.rows].reshape(len(self.rows), -1)
         texts = np.hstack((self.heads, parts))
         return digest_rows(b"".join(map(xxhash.xxh3_128_digest, texts)))

@@ -376,7 +376,7 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
         """Look at a pinned arena through its layout; None: it is not pinned yet."""
         self.table = table
         self.manifest: WeightUpdateManifest | None = None
-        """Of what was assembled here of several parts; None where it is the update itself."""
+        """The assembled tensors' own manifest; None if the update has one part."""
         self.held = pin
         self.device = (CPU_PLACE if pin is None else pin.place).device
         self._made: dict[int, torch.Tensor] = {}
