@@ -88,15 +88,16 @@ def _tests_of(file: Path) -> str:
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ENGINES":
             assert isinstance(node.value, ast.Call)
             on_engines = [ast.literal_eval(name) for name in node.value.args]
-    lists = [_list(f"tests in `{file.relative_to(ROOT)}`", tests)]
+    lists = [_list("test", f"in `{file.relative_to(ROOT)}`", tests)]
     if on_engines:
-        lists.append(_list("scenarios of `EngineSuite`, run by vLLM and SGLang", on_engines))
+        lists.append(_list("scenario", "of `EngineSuite`, run by vLLM and SGLang", on_engines))
     return "\n\n".join(lists)
 
 
-def _list(of: str, names: list[str]) -> str:
+def _list(what: str, of: str, names: list[str]) -> str:
     listed = "\n".join(f"    * `{name}`" for name in names)
-    return f'??? success "{len(names)} {of}"\n\n{listed}'
+    plural = "" if len(names) == 1 else "s"
+    return f'??? success "{len(names)} {what}{plural} {of}"\n\n{listed}'
 
 
 def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
