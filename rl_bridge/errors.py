@@ -27,12 +27,12 @@ The tree::
     ├── WeightUpdateRejectedError         the update may not be imported, acknowledged or installed
     │   ├── UnknownUpdate
     │   ├── IllegalTransition             the lifecycle table has no such move
-    │   ├── StaleUpdate                   late or replayed
+    │   ├── StaleUpdate                   late or replayed, or its bytes are gone
     │   ├── SuspiciousUpdate              no-op, frozen or narrowed, under policy "reject"
     │   ├── IncompatibleUpdate            prepare: names, shapes or dtypes do not fit the engine
     │   └── ProofFailed                   the engine does not hold what was installed
     ├── TornEngine                        an install failed and so did its undo, or it was cut off
-    ├── EngineLost                        an engine in other processes died or cannot be reached
+    ├── EngineLost                        an engine in other processes is lost to its driver
     │   └── SessionRefused                another driver has the engine, or it was started anew
     ├── SegmentError                      shared memory that vanished, shrank or was replaced
     ├── DriverError                       a call of a memory driver failed: CUDA's, or its stand-in
@@ -97,7 +97,10 @@ class WeightBridgeError(RuntimeError):
 
 
 class WeightBridgeUnavailableError(WeightBridgeError):
-    """A transport, engine or layout is not available here; nothing was touched."""
+    """A transport, engine, layout or resource is not available here.
+
+    Nothing has changed: an install that had begun was undone, and its update may come again.
+    """
 
 
 class TransportUnavailable(WeightBridgeUnavailableError):
@@ -207,7 +210,10 @@ class IllegalTransition(WeightUpdateRejectedError):
 
 
 class StaleUpdate(WeightUpdateRejectedError):
-    """The manifest is older than, or the same as, what is already active."""
+    """The update is late: its version is not above the active one, or its bytes are gone.
+
+    They were released, or their slot was written again.
+    """
 
 
 class SuspiciousUpdate(WeightUpdateRejectedError):
@@ -230,9 +236,10 @@ class TornEngine(WeightBridgeError):
 
 
 class EngineLost(WeightBridgeError):
-    """An engine in other processes died, or cannot be reached any more.
+    """An engine in other processes is lost to this driver: it died, or cannot be reached any more.
 
-    The way out is a fresh engine, which gets the current version before it serves.
+    The way out is a fresh engine, which gets the current version before it serves. If the engine
+    lives and only refuses this driver, that is a `SessionRefused`, which has another way out.
     """
 
 
