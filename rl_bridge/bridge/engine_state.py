@@ -197,7 +197,7 @@ class EngineState:
         self.torn_by.pop(manifest.update_id, None)
         self.torn_by[manifest.update_id] = (manifest, reason)
         self.changing = None
-        # (Else it is torn already, or was released meanwhile, through the bridge.)
+        # An update in another state is torn already, or was released through the bridge meanwhile.
         if self.consumer.state(manifest.update_id) in _TEARABLE:
             self.consumer.advance(manifest.update_id, Event.TEAR, reason=reason)
 

@@ -291,7 +291,10 @@ class RolloutExecutor:
 
     @contextmanager
     def _between_updates(self) -> Iterator[bool]:
-        """Go on behind an update, or, if a hook of the adapter asks, inside of one: then True."""
+        """Wait until no update is under way; yields whether one is all the same.
+
+        That is so where a hook of the adapter calls: its update is under way in this very thread.
+        """
         if os.getpid() != self._pid:
             raise in_a_child("executor")
         with self._lock:

@@ -222,8 +222,8 @@ class Publisher:
     def join_group(self, update_id: str, digest: bytes) -> None:
         """Seal the header of a group's manifest with a part of it, in place of the part's own.
 
-        Called before anybody else knows of the group: what a consumer holds against it is the
-        group's manifest from then on, every part's header and the ranges in it included.
+        Called before anybody else knows of the group. From then on, a consumer's manifest of the
+        group must have this digest, which covers the header of every part and all ranges in it.
 
         Raises:
             UnknownUpdate: not one of the updates remembered here.

@@ -119,7 +119,7 @@ class Transaction:
         self._imports_itself = engine.adapter.imports_itself
         self._consumer = consumer
         self._suspicious = suspicious
-        # If somebody imported it before, a refusal of this import does not end that one.
+        # An update that somebody else imported through this bridge stays his if it is refused here.
         self._is_imported_here = known_as not in _IMPORTED
         self._clock = _PhaseClock()
         self._timings_ms: Mapping[str, float] = {}

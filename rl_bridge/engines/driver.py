@@ -283,7 +283,7 @@ class EngineDriver(TransactionalAdapter):
             self._client.epoch = 0
 
     def release(self, update_id: str) -> None:
-        """Nothing is kept of an update: the engine has memory of its own."""
+        """Keep nothing of an update here; a rank that wrote it through does, for an undo."""
 
     def describe(self) -> Replies:
         """What each rank holds: update, version, root; and which driver has it."""
@@ -408,7 +408,8 @@ class EngineDriver(TransactionalAdapter):
         """Why no rank lets an update in again that one refused; None if it may come again."""
         if isinstance(error, EngineLost):
             return None
-        # An executor that begins anew knows of no version that was installed before.
+        # The note says it because the executor may not know: one that was started anew has
+        # installed nothing yet, while the engine holds what the one before it installed.
         error.add_note(f"rl_bridge: the engine's ranks hold {self._held}.")
         return None if is_shortage(error) else "another rank refused it"
 

@@ -116,8 +116,9 @@ class Evidence:
     ) -> None:
         """Look at what expectations were made of, and note what the engine made of parameters.
 
-        All of a share is looked at, except tensors of `unread` that were compared when they were
-        packed: nobody has looked at the numbers of `unread` as they were imported.
+        A share is verified once more as a whole, but for tensors of `unread` whose parameters were
+        compared with it before they were packed. (Of `unread` only what was made was looked at, and
+        not the imported numbers.)
         """
         made_of = self._made_of | self._lent()
         if isinstance(tensors, ImportedShare):

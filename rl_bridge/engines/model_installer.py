@@ -362,7 +362,7 @@ class ModelInstaller(TransactionalAdapter):
     def commit(self) -> None:
         """The memory of the version before is the next one's."""
         if self._has_begun:
-            # Another one's tensors are whoever's: he may write to them.
+            # A version without a pin is no way back: its tensors are their giver's to write to.
             is_kept = self._written is not None and self._written.pin is not None
             self._active, self._begun = self._written if is_kept else None, {}
         self._has_begun = False
@@ -377,7 +377,10 @@ class ModelInstaller(TransactionalAdapter):
             self._room = None  # no copy is made any more
 
     def release(self, update_id: str) -> None:
-        """The engine has memory of its own; an undo of the next update needs a copy then."""
+        """Give back what was kept of a version that was written through, for the undo of the next.
+
+        That undo then needs a copy of the model.
+        """
         if self._active is not None and self._active.manifest.update_id == update_id:
             self._active = None
 
@@ -389,7 +392,8 @@ class ModelInstaller(TransactionalAdapter):
         """Look at the numbers of an update that is imported here, and make it if it is to be.
 
         Returns:
-            Tensors whose numbers were not looked at as they were imported: their products were.
+            Tensors that staging has shown to be finite, by what was made of them: nobody has looked
+            at their imported numbers for that.
 
         """
         finite: AbstractSet[str] = frozenset()

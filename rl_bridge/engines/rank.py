@@ -262,7 +262,8 @@ class EngineRank:
                     "the update again."
                 )
                 raise WeightUpdateRejectedError(msg)
-            # What was assembled was verified against the group.
+            # The installer proved what was assembled here, and that was verified against the group:
+            # the proof therefore holds for the group's root, too.
             proof = replace(proof, root=manifest.root)
         self._timings_ms["prove"] = (time.perf_counter() - start) * 1e3
         self._proof = proof
@@ -281,10 +282,10 @@ class EngineRank:
             return
         reason = "a rank failed to install it" if error is None else describe(error)
         try:
-            # What ranks were only short of something for may come again.
+            # If no rank refused the update, and some were short of something, it may come again.
             self.undo(reason if "no" in said else None)
         finally:
-            # Before any runs a step of the model.
+            # This vote ends before any rank runs a step of the model.
             all_back = set(group.vote("no" if self._torn else "yes")) == {"yes"}
         if error is not None:
             try:
@@ -370,7 +371,8 @@ class EngineRank:
             _LOG.exception("version %d is active, but its trainer is not told", version)
             return {"not_told": describe(error)}
         finally:
-            # The model has memory of its own: the trainer's slot is free for the next version.
+            # The slot is free for the next version, unless the installer wrote this one through: it
+            # then keeps the tensors for its undo until the next commit.
             bridge.release_imported(manifest.update_id)
         return {}
 
@@ -421,7 +423,7 @@ class EngineRank:
         if is_imported and (bridge := self._bridges.made(manifest)) is not None:
             state = bridge.consumer.state(manifest.update_id)
             if reason is not None and state in {State.IMPORTED, State.VERIFIED}:
-                # (Else the import failed: the bridge knows whether that may be tried again.)
+                # In another state the import failed, and the bridge has judged the update itself.
                 steps.append(lambda: bridge.reject(manifest.update_id, reason))
             steps.append(lambda: bridge.release_imported(manifest.update_id))
         for step in steps:

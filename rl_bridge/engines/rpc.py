@@ -48,7 +48,7 @@ OTHER_RANK = "another rank"
 
 # How often a call under way looks whether its engine is still there.
 _LOOK_S = 0.1
-# The same by asking a server, and how long that is waited for.
+# How often a call under way asks a server whether it is there, and how long it waits for an answer.
 _HEALTH_EVERY_S = 1.0
 _HEALTH_S = 5.0
 # What this process may be short of when it opens a connection.
@@ -72,8 +72,8 @@ class EngineClient(ABC):
         self.epoch = 0
         """Of the session that the driver opened last; 0 if it has none."""
         self.is_lost = False
-        """Whether the ranks said that the session is over: another driver has the engine, or had it
-        since, or it was started anew. Until an update of this driver's is committed."""
+        """Whether the ranks have refused this driver's session since its last commit: another
+        driver has the engine, or had it, or the engine was started anew."""
         self._calls = 0
 
     # ---- what each engine has in its own way ----------------------------------------------------
@@ -265,7 +265,7 @@ def watch(
     end = time.monotonic() + timeout_s
     while not future.done():
         left = end - time.monotonic()
-        # In this order: an answer that came before the death is found.
+        # Death is looked for first, then the answer: one that came before the death is not missed.
         gone = death()
         if (gone or left <= 0) and not future.done():
             raise ConnectionError(gone) if gone else TimeoutError

@@ -75,7 +75,7 @@ class Serving:
     # ---- the pause ------------------------------------------------------------------------------
 
     def adopt(self, replies: Replies) -> None:
-        """Take over the pause that an earlier driver left which ended in it."""
+        """Take over a pause that an earlier driver began, and did not live to end."""
         if any(reply["paused"] for reply in replies):
             self._is_noted = True
             self._is_on = self._client.is_paused() is not False

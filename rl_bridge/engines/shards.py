@@ -241,7 +241,7 @@ def part_digests(
     names = manifest.table.names
     parts = (shard.view.of(tensors[names[shard.row]]) for shard in shards)
     made = digests_of(parts, num_threads=num_threads)
-    # Behind that: bytes that are good now were good when the digests were made.
+    # The sources are read after that: if they are good now, they were when the digests were made.
     used = sorted({names[shard.row] for shard in shards})
     check_sources(manifest, tensors, used, num_threads=num_threads)
     return made

@@ -129,7 +129,7 @@ class SpareMemory:
         for index, nbytes in here.items():
             meta = targets[index].meta
             flat = tensor_in(pin, offset, nbytes, "uint8", (nbytes,)).view(meta.dtype)
-            # (A view's base would be one more that looks at its memory.)
+            # `data` cuts the view off its base, which torch would count as a user of the memory.
             yield index, torch.as_strided(flat, tuple(meta.shape), meta.stride()).data
             offset += vm.round_up(nbytes)
 

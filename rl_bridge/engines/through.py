@@ -128,7 +128,8 @@ def write_parameters(
         target = plan.targets[index]
         parameter = target.serving()
         memory[index] = live = parameter.data
-        # (A view would be one more that looks at its memory.)
+        # The parameter itself, and no view of it: torch would count that as one more user of the
+        # memory.
         changes.append(TensorChange(target.name, parameter, parameter, index))
         if not is_as_loaded(target, live):
             memory[index] = target.empty()

@@ -24,7 +24,9 @@ from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 
 _STAMP = struct.Struct("<8s16sQQ16s")
 STAMP_NBYTES = _STAMP.size
-_MAGIC = b"rl_brdg2"  # 1 had no header: a reader of it would take any
+# The stamp's format is number 2. Stamps of format 1 had no digest of a header, so that a reader of
+# them took a manifest with any header.
+_MAGIC = b"rl_brdg2"
 _EMPTY = b"\0" * 16
 ARRIVING = "arriving"
 """Stands for an update's id while bytes of a read that broke off may still land in the slot.
@@ -283,7 +285,8 @@ class SlotRing:
             if usable is None and slot.fits(arena_nbytes):
                 usable = slot
                 continue
-            # A slot of one page holds a version that was leased and not read: it takes no room.
+            # A slot of one page was for a version that was leased and not read. It takes next to
+            # no room, so it is kept for the next such version, although this one does not fit.
             is_misfit = arena_nbytes > 0 and slot.capacity > vm.PAGE and not slot.fits(arena_nbytes)
             if is_misfit or self._uses - slot.last_used > _SURPLUS_AGE:
                 self._drop(slot)

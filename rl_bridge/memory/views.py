@@ -448,8 +448,8 @@ class Attachment:
     ) -> None:
         """Attach to a pinned arena; `plan` digests it.
 
-        With `is_part`, only ranges that were asked for are in it; if there were none, it need not
-        have room for the others, and there need not be one.
+        With `is_part`, the arena holds only the ranges that were asked for. If none were, it may
+        lack the room for the others, and `pin` may be None: there is no arena then.
         """
         self.tensors = ImportedTensors(table, pin)
         self.is_part = is_part

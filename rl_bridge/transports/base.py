@@ -3,8 +3,7 @@
 A transport has two ends. The publisher's end *carries*: it takes a snapshot of the tensors, digests
 it, and says in a JSON handle where it is. The consumer's end *attaches*: from that handle alone it
 makes the bytes readable here. Verifying, ordering and acknowledging are the bridge's business and
-the same for all. ``docs/how-to/write-a-transport.md`` adds a transport of a user's own, the list in
-``CONTRIBUTING.md`` one to this repository.
+the same for all. ``docs/how-to/write-a-transport.md`` says how to add one.
 """
 
 from abc import ABC, abstractmethod
@@ -83,8 +82,8 @@ class Carried:
 class PartRequest:
     """A part of a version, and what will be read of it.
 
-    A consumer that plans once gives the same two arrays for every version, so that what a transport
-    makes of them can be kept by their identity.
+    A consumer plans once, and gives the same two array objects for every version. A transport may
+    therefore keep what it makes of them, and find it again by their identity.
 
     Attributes:
         manifest: of the part.
