@@ -141,7 +141,7 @@ class Journal:
             pass  # it is not there
         msg = (
             f"version {version} was not published: the lock file in {directory} was removed, and "
-            "another publisher may have come since. Make a new publisher, which goes on behind "
+            "another publisher may have come since. Make a new publisher, which goes on from "
             "what is written there, and keep cleaners of old files away from the directory."
         )
         raise WeightBridgeError(msg)

@@ -7,7 +7,7 @@ kernel: a thread that forks holds the lock too, and would wait with it for a sec
 
 A finalizer must not wait for the lock. It runs in the middle of anything, perhaps under a lock of
 logging's for which the thread that forks is waiting. `close_fd` therefore only notes what is to be
-closed if the lock is taken; the thread that has the lock closes it behind its block.
+closed if the lock is taken; the thread that has the lock closes it after its block.
 """
 
 import os
@@ -94,7 +94,7 @@ def _close(fd: int) -> None:
 
 
 def in_forked_children(clean_up: Callable[[], object]) -> None:
-    """Have `clean_up` called in each forked child, behind the end of what is noted."""
+    """Have `clean_up` called in each forked child, after the end of what is noted."""
     _IN_CHILD.append(clean_up)
 
 

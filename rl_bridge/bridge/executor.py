@@ -158,7 +158,7 @@ class RolloutExecutor:
                 yield
 
     def _begin(self, caller: str, given: object) -> Transaction:
-        """A new update, behind whatever came before it."""
+        """A new update, after whatever came before it has ended."""
         engine = self._engine
         consumer = engine.consumer
         manifest = WeightUpdateManifest.of(given, caller=caller)

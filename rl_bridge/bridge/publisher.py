@@ -290,7 +290,7 @@ class Publisher:
 
     @contextmanager
     def _turn(self, *, may_be_closed: bool = False) -> Iterator[None]:
-        """One call at a time; if it `may_be_closed`, also behind the end of this publisher."""
+        """One call at a time; if it `may_be_closed`, also after the end of this publisher."""
         if os.getpid() != self._pid:
             raise in_a_child("publisher")
         with self._lock:

@@ -323,7 +323,7 @@ class CUDADriver(VMMDriver, IPCDriver):
         with self._allowed("cuCtxSynchronize"):
             if self._has_context_events:
                 self._await_context()
-            # The order of all that follows rests on this call; behind the event it is a short one.
+            # The order of all that follows rests on this call; after the event it is a short one.
             self._library.call("cuCtxSynchronize", about=_FAILED_BEFORE)
 
     def _await_context(self) -> None:

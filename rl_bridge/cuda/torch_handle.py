@@ -77,7 +77,7 @@ class TorchHandle:
         storage_offset: of the storage in the block, in bytes.
         counter: name of the file with the export's counter.
         counter_offset: of the counter in the file.
-        event: handle of the event behind which the bytes are there.
+        event: handle of the event after which the bytes are there.
         waits: whether the event has to be waited for.
 
     """

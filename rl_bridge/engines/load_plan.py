@@ -359,7 +359,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             if storage in self._index:
                 self._note(function, self._index[storage], args, tensor)
             elif storage in self._names:
-                # Whoever reads it behind that, or shares its memory, does not get the update's.
+                # Whoever reads it after that, or shares its memory, does not get the update's.
                 msg = (
                     f"tensor {self._names[storage]!r} is changed by the loader ({function}), "
                     "expected copies of it. Start a fresh engine from a checkpoint instead."

@@ -96,7 +96,7 @@ class Serving:
             self._is_on = False
 
     def end_pause(self) -> None:
-        """Go on behind what was refused or undone: no commit follows."""
+        """Go on after what was refused or undone: no commit follows."""
         self.go_on()
         if self._is_noted:
             self._client.ask("pauses", on=False)

@@ -25,7 +25,7 @@ _UNQUANTIZED = frozenset(
 
 
 def processed_by(layer: torch.nn.Module) -> str | None:
-    """Which quantization method changes a layer's weights behind their load; None if none does."""
+    """Which quantization method changes a layer's weights after their load; None if none does."""
     method = getattr(layer, "quant_method", None)
     if not hasattr(method, "process_weights_after_loading"):
         return None

@@ -406,7 +406,7 @@ class Exchange:
     def forget(
         self,
     ) -> tuple[list[tuple[int | None, torch.Tensor]], list[tuple[torch.nn.Module, object]]]:
-        """The exchange stands: no undo leads back behind it.
+        """The exchange stands: no undo leads back to before it.
 
         Returned is the memory that it freed (of what was written in place, what was staged for it),
         each with its target's position; and what each layer computed with.

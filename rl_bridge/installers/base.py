@@ -170,7 +170,7 @@ class TransactionalAdapter(ABC):
         """Whether the engine holds something else than what this adapter committed last.
 
         As it was seen last: another driver's version, or none, where it was started anew. It is
-        asked behind a refusal, an undo and `take_over`; then the executor holds no version.
+        asked after a refusal, an undo and `take_over`; then the executor holds no version.
         """
         return False
 

@@ -73,7 +73,7 @@ class _Mode(ABC):
 
     @abstractmethod
     def prepare(self, update: _Update, *, is_first: bool) -> None:
-        """Note what `undo` needs; behind an install that is not over, the engine is a mixture."""
+        """Note what `undo` needs; after an install that is not over, the engine is a mixture."""
 
     @abstractmethod
     def install(self, update: _Update) -> None: ...

@@ -59,7 +59,7 @@ class _Calls:
     """The calls that one driver makes of its engine. One of them may go wrong."""
 
     def __init__(self, client: EngineClient, around: Callable[[], None]) -> None:
-        """Stand in front of `client`; `around` comes before and behind each call."""
+        """Stand in front of `client`; `around` comes before and after each call."""
         self.made: list[str] = []
         self._around = around
         self._at: int | str | None = None
@@ -73,7 +73,7 @@ class _Calls:
     def plant(
         self, at: int | str, then: Callable[[], object] = _fail, *, behind: bool = False
     ) -> None:
-        """Do something in front of a call or behind it: the `at`-th from now, or one by name."""
+        """Do something before a call or after it: the `at`-th from now, or one by name."""
         self._at = at if isinstance(at, str) else len(self.made) + at
         self._then, self._is_behind = then, behind
 
@@ -156,7 +156,7 @@ class EngineSuite:
     every: ClassVar[int] = 1
     """Of the places at which a driver ends, each `every`-th is tried."""
     asks_each_call: ClassVar[bool] = True
-    """Whether the engine is asked for answers before and behind each call of a driver."""
+    """Whether the engine is asked for answers before and after each call of a driver."""
 
     # ---- to be supplied -------------------------------------------------------------------------
 

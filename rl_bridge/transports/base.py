@@ -175,7 +175,7 @@ class PublisherEnd(ABC):
         """
 
     def seal_header(self, update_id: str, digest: bytes) -> None:  # noqa: B027 - not all can
-        """Keep the digest of the manifest's header beside the bytes; called behind `carry`.
+        """Keep the digest of the manifest's header beside the bytes; called after `carry`.
 
         The consumer's end gives it back as ``pin.header`` of its attachment. A transport that does
         both says so: `Transport.binds_header`.

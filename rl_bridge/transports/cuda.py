@@ -178,7 +178,7 @@ class DevicePublisher(SlotPublisher):
         )
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
-        """Write a slot, behind whatever a publish that failed left to be written."""
+        """Write a slot, after whatever a publish that failed left to be written."""
         self._writes.begin()
         try:
             carried = super().carry(plan, tensors, update_id)

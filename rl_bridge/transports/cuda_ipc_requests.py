@@ -7,7 +7,7 @@ returned, so that one request serves several GPUs.
     with open_request(ImportRequest.of(request), device=0) as tensors:
         manifest = bridge.publish(tensors, weight_version=7)
 
-The tensors look at the trainer's memory; `publish` takes the snapshot. Keep none of them behind the
+The tensors look at the trainer's memory; `publish` takes the snapshot. Keep none of them after the
 ``with``: its end is what lets the trainer free, or write, its memory.
 """
 

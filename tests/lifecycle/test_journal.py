@@ -253,7 +253,7 @@ def test_a_publisher_whose_lock_file_was_removed_hands_out_nothing(
             with pytest.raises(WeightBridgeError, match=r"version 2 was not.*lock file.*removed"):
                 first.reserve(2)
         assert first.last_version == 1
-        with Journal(tmp_path) as second:  # goes on behind what is written there
+        with Journal(tmp_path) as second:  # goes on from what is written there
             assert second.last_version == (None if is_emptied else 1)
             second.reserve(7)
             with pytest.raises(WeightBridgeError, match="another publisher may have come"):

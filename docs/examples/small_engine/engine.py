@@ -143,7 +143,7 @@ class Engine:
         return not self._goes_on.is_set()
 
     def pause(self) -> None:
-        with self._turn:  # behind the step that is under way
+        with self._turn:  # after the step that is under way
             self._goes_on.clear()
 
     def resume(self) -> None:

@@ -1,6 +1,6 @@
 """Another way in, if ranks cannot read the trainer's memory: the engine's own loader, from a file.
 
-The executor's process imports the update and verifies it. What the ranks hold behind that is proven
+The executor's process imports the update and verifies it. What the ranks hold after that is proven
 all the same: by digests of the parts that each of them takes.
 """
 

@@ -5,7 +5,7 @@
 ``distributed``: ``update_weights_from_distributed`` with one flattened bucket over a process group.
 ``disk``: ``update_weights_from_disk`` with a checkpoint in a folder that the engine can read.
 
-What the ranks hold behind any of them is proven by their driver: see `EngineDriver`.
+What the ranks hold after any of them is proven by their driver: see `EngineDriver`.
 """
 
 import datetime as dt

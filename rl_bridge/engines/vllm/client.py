@@ -204,7 +204,7 @@ class LLMClient(_LocalClient):
                 raise lost(error, "end an earlier call") from error
             except TimeoutError as error:
                 msg = (
-                    f"the engine is still at an earlier call, {within_s} s behind the end of the "
+                    f"the engine is still at an earlier call, {within_s} s after the end of the "
                     "wait for it. See its log; give the adapter a longer timeout_s if it was only "
                     "slow."
                 )

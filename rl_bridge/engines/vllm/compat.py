@@ -1,6 +1,6 @@
 """The parts of vLLM that an install leans on, each named once, with the version that has it.
 
-vLLM makes copies of weights while a model loads or runs, and calls hooks behind its first load.
+vLLM makes copies of weights while a model loads or runs, and calls hooks after its first load.
 Neither its reload nor a version that is made beside the serving one does that again: such models
 are refused by the name of what no update would reach.
 """

@@ -239,7 +239,7 @@ def _check_covered(manifest: WeightUpdateManifest, told: Sequence[str]) -> None:
 
 
 def _tried(step: Callable[[], object]) -> tuple[str, bool]:
-    """Why a step failed, to be told behind a vote, and whether that is a refusal.
+    """Why a step failed, to be told after a vote, and whether that is a refusal.
 
     Empty if it did not fail.
     """

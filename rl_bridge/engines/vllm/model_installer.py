@@ -318,7 +318,7 @@ class _Making:
         if target.is_consumed or self.lends:
             steps = [step for step in self.plan.steps[index] if step.target_view.numel]
             step = steps[0] if len(steps) == 1 else None
-            # A part is packed from a copy: only whole tensors are looked at again behind the pack.
+            # A part is packed from a copy: only whole tensors are looked at again after the pack.
             if isinstance(step, Route) and (
                 step.is_whole if target.is_consumed else step.source_view.is_contiguous
             ):

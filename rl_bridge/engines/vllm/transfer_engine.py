@@ -199,7 +199,7 @@ def _problem(worker: Any, name: str, given: object) -> str:
     if not is_active:
         return (
             f"{name} was called without a matching start_weight_update: it must be called before, "
-            "and again behind a refused update. Call start_weight_update and update_weights first."
+            "and again after a refused update. Call start_weight_update and update_weights first."
         )
     ranks = worker.vllm_config.parallel_config.world_size
     if name == "update_weights" and isinstance(given, list) and len(given) != ranks:

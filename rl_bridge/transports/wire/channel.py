@@ -210,7 +210,7 @@ class Channel:
         """Read what is there, without waiting; sets `is_lost` at the end of the stream.
 
         If the caller polls the socket again soon (`is_polled`), the end of the stream is noticed
-        then, and not looked for behind the last bytes.
+        then, and not looked for after the last bytes.
         """
         try:
             while True:

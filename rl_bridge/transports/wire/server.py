@@ -211,7 +211,7 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
         """Do what comes before the members are served."""
 
     def _end(self) -> None:
-        """Do what comes behind the members."""
+        """Do what comes after the members."""
 
     def _work(self) -> None:
         """Do what the thread has to do between two polls, without the lock."""
