@@ -190,7 +190,9 @@ class EngineState:
             self._reject(manifest, f"rollout weight install failed: {describe(error)}")
         if was_torn:
             self.healed()
-        add_note(error, f"version {manifest.weight_version} was undone; {self._held()}")
+        # (Another driver may have ended it otherwise.)
+        what = "given up" if isinstance(error, EngineLost) else "undone"
+        add_note(error, f"version {manifest.weight_version} was {what}; {self._held()}")
 
     def torn(self, manifest: WeightUpdateManifest, reason: str) -> None:
         """The engine holds parts of an update, and is not back at what it held before."""

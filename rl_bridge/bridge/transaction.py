@@ -22,6 +22,7 @@ from rl_bridge.errors import (
     ChecksumMismatch,
     EngineLost,
     ProofFailed,
+    SessionRefused,
     TornEngine,
     add_note,
     describe,
@@ -229,6 +230,7 @@ class Transaction:
 
         Raises:
             TornEngine: it could not be undone.
+            SessionRefused: another driver has the engine by now.
 
         """
         step = self.step
@@ -279,6 +281,13 @@ class Transaction:
         manifest = self.manifest
         try:
             self._engine.undo()
+        except SessionRefused as second:
+            # Whoever has the engine now ends what was left in it; nothing is torn for this side.
+            self._engine.healed()
+            self._engine.taken()
+            self._engine.undone(manifest, second, may_come_again=True)
+            self._forget()
+            raise second from error
         except Exception as second:  # noqa: BLE001 - reported by a `TornEngine`
             self._engine.torn(manifest, f"{describe(error)}; undo: {describe(second)}")
             add_note(error, f"the undo failed too ({describe(second)}); the engine is torn.")

@@ -31,6 +31,7 @@ from rl_bridge.engines.shards import Shard, check_covered, parse_shards, part_di
 from rl_bridge.errors import (
     EngineLost,
     ProofFailed,
+    SessionRefused,
     TornEngine,
     WeightBridgeUnavailableError,
 )
@@ -224,12 +225,20 @@ class EngineDriver(TransactionalAdapter):
         self._serving.go_on()
 
     def undo(self) -> None:
-        """Bring all ranks back, with caches and label, and let requests go on."""
+        """Bring all ranks back, with caches and label, and let requests go on.
+
+        Raises:
+            TornEngine: they are not back.
+            SessionRefused: another driver has the engine, and ends what this one left in it.
+
+        """
         try:
             if self._step is _Step.BEGUN:
                 self._client.ask("describe", within_s=_LIFE_S)  # a dead engine is told early
                 self._undo_on_ranks(left=False)
             self.abandon()
+        except SessionRefused:
+            raise
         except EngineLost as error:
             raise TornEngine(str(error)) from error
 

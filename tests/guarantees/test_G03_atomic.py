@@ -56,6 +56,7 @@ ENGINES = on_engines(
     "test_a_commit_that_fails_on_one_rank_is_made_again_and_never_undone",
     "test_a_second_driver_is_refused_by_the_name_of_the_first_and_touches_nothing",
     "test_each_step_of_a_driver_that_was_taken_over_is_refused_by_name_and_changes_nothing",
+    "test_an_executor_that_is_overtaken_in_an_install_is_refused_by_name_and_not_torn",
     "test_a_driver_that_was_taken_over_ends_no_pause_of_its_successors",
     "test_a_session_that_only_some_ranks_heard_of_is_taken_over",
     "test_a_call_that_comes_without_a_session_is_refused",

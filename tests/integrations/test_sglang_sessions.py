@@ -7,11 +7,11 @@ import pytest
 from rl_bridge import (
     RolloutExecutor,
     TensorBridge,
-    TornEngine,
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
+from rl_bridge.errors import SessionRefused
 from tests.installers.test_model_installer import equal, held, loaded, version
 from tests.integrations.sglang_engine import (
     Client,
@@ -80,7 +80,7 @@ def test_a_load_that_comes_behind_a_take_over_is_not_let_in_and_its_session_is_c
     mine, theirs = (trainer.publish(version(n), weight_version=n) for n in (1, 2))
     late, successor = client_of(executor), importing(engine, take_over=True)
     late.before("begin_weight_update", lambda: update(successor, theirs))
-    with pytest.raises(TornEngine, match="has this engine"):
+    with pytest.raises(SessionRefused, match="has this engine"):
         executor.update_weights(mine)
     assert not engine.is_in_session
     assert equal(held(engine.model), loaded(2))
