@@ -129,7 +129,7 @@ class GroupEnd(ConsumerEnd):
         self._memory = SharedMemory(max_slots=max_slots, max_consumers=1, num_threads=num_threads)
         self._reader = self._memory.consumer_end("", 0)
         self._ring: tuple[str, SharedPublisher] | None = None
-        self._ends: dict[str, ConsumerEnd] = {}
+        self._by_transport: dict[str, ConsumerEnd] = {}
         # Names of their transports that keep the digest of a header beside the bytes.
         self._bound: set[str] = set()
         self._ways: OrderedDict[tuple[str, str], _Way] = OrderedDict()
@@ -143,9 +143,9 @@ class GroupEnd(ConsumerEnd):
         """
         return self._way(layout, None)[0].plan
 
-    def end_of(self, name: str) -> ConsumerEnd | None:
+    def known_end(self, name: str) -> ConsumerEnd | None:
         """The end of a transport that parts came by."""
-        return self._ends.get(name)
+        return self._by_transport.get(name)
 
     # ---- assembling -----------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class GroupEnd(ConsumerEnd):
         group = _checked(group)
         assembly, landing = self._way(group.layout, wanted)
         try:
-            end = None if landing is None else self._end_that_lands(group, assembly.plan)
+            end = None if landing is None else self._landing_end(group, assembly.plan)
             if landing is None or end is None:
                 carried = self._copied(group, assembly)
             else:
@@ -179,7 +179,7 @@ class GroupEnd(ConsumerEnd):
             # The attachment has leased the slot by now.
             if self._ring is not None:
                 self._ring[1].release(group.update_id)
-            for one in self._ends.values():
+            for one in self._by_transport.values():
                 one.settle()
         found.digested(carried.digests)
         found.tensors.manifest = manifest
@@ -246,14 +246,14 @@ class GroupEnd(ConsumerEnd):
                 landing.abandon(slot)
             raise
 
-    def _end_that_lands(self, group: GroupManifest, plan: ReshardPlan) -> ConsumerEnd | None:
+    def _landing_end(self, group: GroupManifest, plan: ReshardPlan) -> ConsumerEnd | None:
         """The one end that reads all the needed parts without a copy, if there is one."""
         parts = [group.parts[needs.part] for needs in plan.parts]
         transports = {part.transport for part in parts}
         publishers = {part.publisher_id for part in parts}
         if len(transports) != 1 or len(publishers) < len(parts):
             return None
-        end = self._end_of(parts[0])
+        end = self._end_for(parts[0])
         return end if end.lands else None
 
     def _requests(
@@ -264,7 +264,7 @@ class GroupEnd(ConsumerEnd):
         for needs in plan.parts:
             part = group.parts[needs.part]
             request = PartRequest(manifest=part, starts=needs.read_starts, nbytes=needs.read_nbytes)
-            _, ranks, requests = asked.setdefault(part.transport, (self._end_of(part), [], []))
+            _, ranks, requests = asked.setdefault(part.transport, (self._end_for(part), [], []))
             ranks.append(needs.part)
             requests.append(request)
         return list(asked.values())
@@ -279,11 +279,11 @@ class GroupEnd(ConsumerEnd):
             self._ring = (group_id, self._memory.publisher_end(group_id))
         return self._ring[1]
 
-    def _end_of(self, part: WeightUpdateManifest) -> ConsumerEnd:
-        end = self._ends.get(part.transport)
+    def _end_for(self, part: WeightUpdateManifest) -> ConsumerEnd:
+        end = self._by_transport.get(part.transport)
         if end is None:
             end, binds_header = self._open_end(part.transport)
-            self._ends[part.transport] = end
+            self._by_transport[part.transport] = end
             if binds_header:
                 self._bound.add(part.transport)
         return end
@@ -297,7 +297,7 @@ class GroupEnd(ConsumerEnd):
             changes = {"update_id": part.update_id, "tensors_held": False}
             mine = report.model_copy(update=changes)
             try:
-                self._end_of(part).report(part, mine)
+                self._end_for(part).report(part, mine)
             except Exception:  # noqa: BLE001 - logged in full
                 _LOG.exception("the publisher of a part did not get the report %s", mine)
 
@@ -307,23 +307,23 @@ class GroupEnd(ConsumerEnd):
         for part in manifests:
             parts.setdefault(part.transport, []).append(part)
         for found in parts.values():
-            self._end_of(found[0]).meet(found)
+            self._end_for(found[0]).meet(found)
 
     def in_one_go(self) -> AbstractContextManager[None]:
         """See `ConsumerEnd`; where parts come by several transports, one by one."""
-        ends = list(self._ends.values())
+        ends = list(self._by_transport.values())
         return ends[0].in_one_go() if len(ends) == 1 else nullcontext()
 
     def settle(self) -> None:
         """Release memory that nobody needs."""
         self._reader.settle()
-        for end in self._ends.values():
+        for end in self._by_transport.values():
             end.settle()
 
     def close(self) -> None:
         """Release everything that no tensor needs. Idempotent."""
         self._reader.close()
-        for end in self._ends.values():
+        for end in self._by_transport.values():
             end.close()
         if self._ring is not None:
             self._ring[1].close()

@@ -203,7 +203,8 @@ class GroupBridge(TensorBridge):
         Zeros if no part came that way yet. `NIXLTensorBridge.catalog` lists what a rank holds, and
         who reads it: it takes a group's ``parts``.
         """
-        return NIXL.counters(None if self._consumer is None else self._group_end().end_of("nixl"))
+        is_open = self._consumer is not None
+        return NIXL.counters(self._group_end().known_end("nixl") if is_open else None)
 
     def _group_end(self) -> GroupEnd:
         end = self.consumer.end

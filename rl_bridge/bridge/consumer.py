@@ -257,8 +257,10 @@ class Consumer:
         self.order = Order()
         self._transport_name = transport.name
         self._binds_header = transport.binds_header
-        self._groups = self.end if isinstance(self.end, GroupEnd) else None
-        self._make_group_end = partial(
+        self._is_group_bridge = isinstance(self.end, GroupEnd)
+        # Of versions in several parts; of a bridge of one transport, opened with the first of them.
+        self._group_end = self.end if isinstance(self.end, GroupEnd) else None
+        self._open_group_end = partial(
             GroupEnd, wanted=wanted, max_slots=max_slots, num_threads=num_threads
         )
         self._observer = observer
@@ -352,17 +354,7 @@ class Consumer:
 
     # ---- importing ------------------------------------------------------------------------------
 
-    def _group_end(self, group: GroupManifest) -> GroupEnd:
-        """The end for versions of several parts; opened when the first one comes."""
-        if self._groups is not self.end:
-            for part in group.parts:
-                require_transport(part, self._transport_name)
-        if self._groups is None:
-            own = self.end, self._binds_header  # (and no reference to this consumer)
-            self._groups = self._make_group_end(lambda _: own)
-        return self._groups
-
-    def _end(self, manifest: WeightUpdateManifest) -> ConsumerEnd:
+    def _end_for(self, manifest: WeightUpdateManifest) -> ConsumerEnd:
         """The end that a version comes by.
 
         Raises:
@@ -370,10 +362,19 @@ class Consumer:
 
         """
         if isinstance(manifest, GroupManifest):
-            return self._group_end(manifest)
-        if manifest.transport != self._transport_name or self._groups is self.end:
-            require_transport(manifest, self._transport_name)
+            return self._end_for_group(manifest)
+        require_transport(manifest, self._transport_name)
         return self.end
+
+    def _end_for_group(self, group: GroupManifest) -> GroupEnd:
+        """The end that a version of several parts comes by."""
+        if not self._is_group_bridge:
+            for part in group.parts:
+                require_transport(part, self._transport_name)
+        if self._group_end is None:
+            own = self.end, self._binds_header  # (and no reference to this consumer)
+            self._group_end = self._open_group_end(lambda _: own)
+        return self._group_end
 
     def import_update(
         self,
@@ -390,7 +391,7 @@ class Consumer:
         """
         with self.turn():
             self.check_open()
-            end = self._end(manifest)
+            end = self._end_for(manifest)
             if needs not in {None, NOTHING} and end.place is not CPU_PLACE:
                 needs = None
             with end.in_one_go():
@@ -438,8 +439,8 @@ class Consumer:
         self, manifest: WeightUpdateManifest, needs: PartNeeds | WantedLayout | None
     ) -> Attachment:
         if isinstance(manifest, GroupManifest) and isinstance(needs, WantedLayout):
-            return self._group_end(manifest).assemble(manifest, needs)
-        end = self._end(manifest)
+            return self._end_for_group(manifest).assemble(manifest, needs)
+        end = self._end_for(manifest)
         if needs is None:
             return end.attach(manifest)
         assert isinstance(needs, PartNeeds)
@@ -666,7 +667,7 @@ class Consumer:
                 return
             record.lifecycle.fire(Event.RELEASE)
             self._drop(record)
-            for end in self._ends:
+            for end in self._open_ends:
                 end.settle()
 
     def advance(self, update_id: str, event: Event, *, reason: str | None = None) -> None:
@@ -690,7 +691,7 @@ class Consumer:
             self._is_closed = True
             for record in self._updates.values():
                 record.attachment = None
-            for end in self._ends:
+            for end in self._open_ends:
                 end.close()
 
     def check_open(self) -> None:
@@ -702,8 +703,10 @@ class Consumer:
     # ---- inside ---------------------------------------------------------------------------------
 
     @property
-    def _ends(self) -> list[ConsumerEnd]:
-        return [self.end] if self._groups in {None, self.end} else [self._groups, self.end]
+    def _open_ends(self) -> list[ConsumerEnd]:
+        if self._group_end is None or self._is_group_bridge:
+            return [self.end]
+        return [self._group_end, self.end]
 
     def _record(self, update_id: str, purpose: str) -> _Update:
         record = self._updates.get(update_id)
@@ -790,7 +793,7 @@ class Consumer:
             tensors_held=record.is_reported_held,
         )
         try:
-            self._end(manifest).report(manifest, report)
+            self._end_for(manifest).report(manifest, report)
         except Exception:  # noqa: BLE001 - logged in full
             # What it says has happened: a report that fails must not look like its failure.
             _LOG.exception("the publisher did not get the report %s", report)

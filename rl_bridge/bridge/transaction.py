@@ -223,7 +223,10 @@ class Transaction:
     # ---- its end, if it did not come through ----------------------------------------------------
 
     def end(self, error: BaseException) -> None:
-        """Take back what was done, and say why.
+        """End the update as far as it got: refuse it, take it back, or activate it.
+
+        What was acknowledged stands, and is activated; what had begun to be installed is taken
+        back; all else is refused before the engine changes.
 
         Args:
             error: the cause.

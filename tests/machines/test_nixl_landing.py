@@ -40,7 +40,7 @@ def shards(version: int) -> list[Shards]:
 def consumer_of(bridge: GroupBridge) -> NIXLConsumer:
     end = bridge.consumer.end
     assert isinstance(end, GroupEnd)
-    return cast("NIXLConsumer", end._ends["nixl"])
+    return cast("NIXLConsumer", end._by_transport["nixl"])
 
 
 def ring_of(bridge: GroupBridge) -> list[Slot]:
