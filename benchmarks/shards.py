@@ -109,7 +109,7 @@ def _bytes_read(manifest: WeightUpdateManifest, cuts: dict[str, _Cut], ranks: in
     for rank in range(ranks):
         model = _Rank(cuts, rank, ranks)
         found["share_nbytes"].append(sum(one.nbytes for one in model.parameters()))
-        needs = ModelInstaller(model, EngineCompat(), num_ranks=ranks).needs(manifest)
+        needs = ModelInstaller(model, EngineCompat(), num_ranks=ranks).scope_of(manifest)
         assert isinstance(needs, PartNeeds)
         found["read_nbytes"].append(int(needs.read_nbytes.sum()))
         found["read_ranges"].append(len(needs.read_starts))

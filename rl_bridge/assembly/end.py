@@ -187,16 +187,12 @@ class GroupEnd(ConsumerEnd):
         self.meet([part for rank, part in enumerate(group.parts) if rank not in needed])
         return found
 
-    def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
+    def lease(self, manifest: WeightUpdateManifest) -> Attachment:
         """Begin with a version that an engine's ranks import: nothing of it is attached here."""
-        found = []
-        for part in parts:
-            group = _checked(part.manifest)
-            assert not part.room_nbytes  # what a reader wants of a group is a layout
-            table = group.table if self._wanted is None else self.plan(group.layout).table
-            found.append(Attachment(table, None, is_part=True))
-            self.meet(group.parts)
-        return found
+        group = _checked(manifest)
+        table = group.table if self._wanted is None else self.plan(group.layout).table
+        self.meet(group.parts)
+        return Attachment(table, None, is_part=True)
 
     def _way(self, layout: GroupLayout, wanted: WantedLayout | None) -> _Way:
         key = layout.digest, "" if wanted is None else wanted.digest

@@ -16,6 +16,7 @@ from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.coverage import WholeTensor
 from rl_bridge.manifest.digest import text_digest
+from rl_bridge.memory.parts import PartNeeds, Scope
 
 Wholes = Mapping[str, WholeTensor]
 
@@ -50,7 +51,7 @@ class WantedTensor:
 class WantedLayout:
     """Everything that a consumer wants, by the names that its engine has for it."""
 
-    tensors: Mapping[str, WantedTensor] = field(hash=False)
+    tensors: Mapping[str, WantedTensor]
 
     @cached_property
     def digest(self) -> str:
@@ -64,6 +65,9 @@ class WantedLayout:
 
 Wanted = Callable[[Wholes], WantedLayout]
 """From the whole tensors of a group to the layout that is wanted of them."""
+
+ReadScope = Scope | PartNeeds | WantedLayout
+"""What is read of an update: all or nothing, ranges of it, or of a group what is assembled."""
 
 
 def everything() -> Wanted:

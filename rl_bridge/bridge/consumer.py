@@ -25,7 +25,7 @@ from typing import Self
 import torch
 
 from rl_bridge.assembly.end import GroupEnd
-from rl_bridge.assembly.wanted import Wanted, WantedLayout
+from rl_bridge.assembly.wanted import ReadScope, Wanted, WantedLayout
 from rl_bridge.bridge.arguments import (
     UpdateRef,
     WeightConsumer,
@@ -55,7 +55,7 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, tensor_digest
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
-from rl_bridge.memory.parts import NOTHING, PartNeeds, leaf_list
+from rl_bridge.memory.parts import PartNeeds, Scope, leaf_list
 from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.segment import SHORTAGE_NUMBERS
 from rl_bridge.memory.views import Attachment, ImportedTensors, Pin
@@ -191,7 +191,7 @@ class _Update:
         attachment: its bytes, while they are held.
         proof: what the acknowledgement carried.
         timings_ms: phase -> milliseconds.
-        needs: what of it is read here; None for all, `NOTHING` while the engine's processes do it.
+        scope: what of it is read here.
         buffers: the memory of what was released here; it lives on with tensors of the update.
         is_of_a_copy: what was refused is one manifest, which may have been changed on its way; the
             update itself may come.
@@ -206,7 +206,7 @@ class _Update:
     attachment: Attachment | None = None
     proof: dict[str, JSONValue] | None = None
     timings_ms: dict[str, float] = field(default_factory=dict)
-    needs: PartNeeds | WantedLayout | None = None
+    scope: ReadScope = Scope.ALL
     buffers: list[weakref.ref[object]] = field(default_factory=list)
     is_of_a_copy: bool = False
     is_reported_held: bool = False
@@ -377,87 +377,91 @@ class Consumer:
         return self._group_end
 
     def import_update(
-        self,
-        manifest: WeightUpdateManifest,
-        *,
-        needs: PartNeeds | WantedLayout | None = None,
+        self, manifest: WeightUpdateManifest, *, scope: ReadScope = Scope.ALL
     ) -> ImportedTensors:
         """Make an update's tensors readable here and verify every byte. See `TensorBridge`.
 
-        With `needs`, which must be of the same layout, only these ranges are read and verified,
+        With `PartNeeds`, which must be of the same layout, only these ranges are read and verified,
         unless the bytes arrive on a device, where they are digested as a whole; of a version of
-        several parts, a `WantedLayout` is assembled. With `NOTHING`, the caller has the update
+        several parts, a `WantedLayout` is assembled. With `Scope.LEASE`, the caller has the update
         verified elsewhere and then takes `Event.VERIFY`.
         """
         with self.turn():
             self.check_open()
             end = self._end_for(manifest)
-            if needs not in {None, NOTHING} and end.place is not CPU_PLACE:
-                needs = None
+            if not isinstance(scope, Scope) and end.place is not CPU_PLACE:
+                scope = Scope.ALL
             with end.in_one_go():
                 known = self._updates.get(manifest.update_id)
                 self._check_acceptable(manifest, known)
                 if known is not None and known.attachment is not None:
                     if known.lifecycle.has_taken(Event.VERIFY):
-                        return self._import_again(known, known.attachment, manifest, needs)
+                        return self._import_again(known, known.attachment, manifest, scope)
                     # An interrupt cut its import off: it begins anew.
                     known.attachment, known = None, None
                 self._collect_garbage()
-                return self._import(manifest, known, needs)
+                return self._import(manifest, known, scope)
 
     def _import(
-        self,
-        manifest: WeightUpdateManifest,
-        known: _Update | None,
-        needs: PartNeeds | WantedLayout | None,
+        self, manifest: WeightUpdateManifest, known: _Update | None, scope: ReadScope
     ) -> ImportedTensors:
         record = self._announce(manifest.update_id, manifest)
-        record.needs = needs
+        record.scope = scope
         try:
             start = time.perf_counter()
-            attachment = record.attachment = self._attach(manifest, needs)
+            attachment = record.attachment = self._attach(manifest, scope)
             phase = "attach" if attachment.tensors.manifest is None else "assemble"
             record.timings_ms[phase] = (time.perf_counter() - start) * 1e3
             record.lifecycle.fire(Event.IMPORT)
-            if needs is NOTHING:
+            if scope is Scope.LEASE:
                 # (The processes that read the parts of a version hold it against their headers.)
                 if isinstance(manifest, GroupManifest) or (
                     _sealed_header(attachment) == manifest.header_digest
                 ):
-                    return LazyTensors(manifest, attachment, weakref.ref(self))
+                    return self._tensors_of(record, manifest, attachment)
                 # All of its bytes tell what is wrong with it.
-                attachment, needs = self._attach_rest(record, manifest, attachment), None
+                attachment = self._attach_rest(record, manifest, attachment)
             self._verify(manifest, record, attachment)
             record.lifecycle.fire(Event.VERIFY)
         except BaseException as error:
             self._import_failed(record, manifest, error, known)
             raise
         self._report(record)
-        return _tensors_of(manifest, attachment, needs)
+        return self._tensors_of(record, manifest, attachment)
 
-    def _attach(
-        self, manifest: WeightUpdateManifest, needs: PartNeeds | WantedLayout | None
-    ) -> Attachment:
-        if isinstance(manifest, GroupManifest) and isinstance(needs, WantedLayout):
-            return self._end_for_group(manifest).assemble(manifest, needs)
+    def _attach(self, manifest: WeightUpdateManifest, scope: ReadScope) -> Attachment:
         end = self._end_for(manifest)
-        if needs is None:
-            return end.attach(manifest)
-        assert isinstance(needs, PartNeeds)
-        request = PartRequest(manifest=manifest, starts=needs.read_starts, nbytes=needs.read_nbytes)
-        return end.attach_parts([request])[0]
+        if scope is Scope.LEASE:
+            return end.lease(manifest)
+        if isinstance(scope, WantedLayout):
+            assert isinstance(end, GroupEnd)  # whose manifests are assembled
+            return end.assemble(manifest, scope)
+        if isinstance(scope, PartNeeds):
+            assert not isinstance(end, GroupEnd)  # of a group, a reader wants a layout
+            ranges = {"starts": scope.read_starts, "nbytes": scope.read_nbytes}
+            return end.attach_parts([PartRequest(manifest=manifest, **ranges)])[0]
+        return end.attach(manifest)
 
     def _attach_rest(
         self, record: _Update, manifest: WeightUpdateManifest, attachment: Attachment
     ) -> Attachment:
         """All of an update of which nothing was read here before."""
         if attachment.is_part:
-            attachment = record.attachment = self._attach(manifest, None)
-        record.needs = None
+            attachment = record.attachment = self._attach(manifest, Scope.ALL)
+        record.scope = Scope.ALL
         return attachment
 
+    def _tensors_of(
+        self, record: _Update, manifest: WeightUpdateManifest, attachment: Attachment
+    ) -> ImportedTensors:
+        if record.scope is Scope.LEASE:
+            return LazyTensors(manifest, attachment, weakref.ref(self))
+        if isinstance(record.scope, PartNeeds):
+            return ImportedShare(manifest, attachment, record.scope)
+        return attachment.tensors
+
     def read_late(self, manifest: WeightUpdateManifest) -> Attachment:
-        """Fetch and verify what was imported with `NOTHING`.
+        """Fetch and verify what was imported with `Scope.LEASE`.
 
         Raises:
             StaleUpdate: it was released meanwhile, here or by its publisher.
@@ -468,14 +472,14 @@ class Consumer:
             self.check_open()
             record = self._updates.get(manifest.update_id)
             held = None if record is None else record.attachment
-            if record is None or held is None or record.needs not in {None, NOTHING}:
+            if record is None or held is None or not isinstance(record.scope, Scope):
                 msg = (
                     f"version {manifest.weight_version} (update {manifest.update_id}) was released "
                     "here before its bytes were asked for: only the engine's own processes have "
                     "read it. Import the publisher's latest manifest."
                 )
                 raise StaleUpdate(msg)
-            needs = record.needs
+            scope = record.scope
             attachment = self._attach_rest(record, manifest, held)
             try:
                 _require_bytes(manifest, attachment)
@@ -483,7 +487,7 @@ class Consumer:
             except BaseException:
                 if attachment is not held:
                     attachment.tensors.forget()
-                record.needs, record.attachment = needs, held
+                record.scope, record.attachment = scope, held
                 raise
             return attachment
 
@@ -492,51 +496,55 @@ class Consumer:
         known: _Update,
         attachment: Attachment,
         manifest: WeightUpdateManifest,
-        needs: PartNeeds | WantedLayout | None,
+        scope: ReadScope,
     ) -> ImportedTensors:
-        """An update that is held: its bytes are read again."""
-        needs = None if needs is NOTHING else needs
-        if needs is None and known.needs is NOTHING and known.manifest == manifest:
-            attachment = self._attach_rest(known, manifest, attachment)
-        if known.manifest != manifest or known.needs is not needs:
-            what = "from another manifest" if known.manifest != manifest else "another part of it"
+        """An update that is held: what was read of it is read again."""
+        is_it, held = known.manifest == manifest, known.scope
+        if not is_it or not (
+            held == scope or (isinstance(held, Scope) and isinstance(scope, Scope))
+        ):
+            what = "another part of it" if is_it else "from another manifest"
             msg = (
                 f"update {manifest.update_id} is imported already, {what}. "
                 "Import the one that its publisher sent, or release the update first."
             )
             raise WeightUpdateRejectedError(msg)
+        if held is Scope.LEASE:
+            if scope is Scope.LEASE:
+                return self._tensors_of(known, manifest, attachment)
+            attachment = self._attach_rest(known, manifest, attachment)
         try:
             self._verify(manifest, known, attachment)
         except ChecksumMismatch as error:
             if attachment.tensors.pin.view is None:
                 # What differs was written here, over this process's own copy: that is its user's.
-                attachment = known.attachment = self._attach(manifest, needs)
+                attachment = known.attachment = self._attach(manifest, known.scope)
                 self._verify(manifest, known, attachment)
             else:
                 if Event.REJECT in known.lifecycle.moves:  # else an engine holds it already
                     self._refuse(known, describe(error), forget=True)
                 raise
-        return _tensors_of(manifest, attachment, needs)
+        return self._tensors_of(known, manifest, attachment)
 
     def _verify(
         self, manifest: WeightUpdateManifest, record: _Update, attachment: Attachment
     ) -> None:
         start = time.perf_counter()
-        needs = record.needs
-        if not isinstance(needs, PartNeeds) or attachment.is_digested:
+        scope = record.scope
+        if not isinstance(scope, PartNeeds) or attachment.is_digested:
             _require_bytes(manifest, attachment)
             require_header(manifest, attachment, binds_header=self._binds_header)
         else:
             # First: it vouches for the list of column blocks.
             require_header(manifest, attachment, binds_header=self._binds_header)
             try:
-                _require_part(manifest, attachment, needs)
+                _require_part(manifest, attachment, scope)
             except (ChecksumMismatch, StaleUpdate):  # the latter of tensors in place
                 pin = attachment.tensors.pin
                 if pin.view is None or not pin.view.refresh(pin.address, pin.nbytes):
                     raise
                 # What differed may be pages that this process wrote to in an earlier version.
-                _require_part(manifest, attachment, needs)
+                _require_part(manifest, attachment, scope)
         record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
 
     def _check_acceptable(self, manifest: WeightUpdateManifest, known: _Update | None) -> None:
@@ -828,10 +836,10 @@ class PlainConsumer:
         """End the claim of `owner`."""
 
     def import_update(
-        self, manifest: WeightUpdateManifest, *, needs: PartNeeds | None = None
+        self, manifest: WeightUpdateManifest, *, scope: Scope = Scope.ALL
     ) -> Mapping[str, torch.Tensor]:
         """Import and verify one complete version."""
-        del needs
+        del scope
         self._acknowledged = None  # what it said of this update, it said of an earlier install
         return self._bridge.import_update(manifest)
 
@@ -982,16 +990,6 @@ class ImportedShare(ImportedTensors):
         """Give the memory back."""
         super().forget()
         self._attachment.tensors.forget()
-
-
-def _tensors_of(
-    manifest: WeightUpdateManifest,
-    attachment: Attachment,
-    needs: PartNeeds | WantedLayout | None,
-) -> ImportedTensors:
-    if not isinstance(needs, PartNeeds):
-        return attachment.tensors
-    return ImportedShare(manifest, attachment, needs)
 
 
 # ---- checks --------------------------------------------------------------------------------------

@@ -372,7 +372,7 @@ class TwoPhaseExecutor(RolloutExecutor):
         """
         with self._exclusively("import_weights", manifest):
             update = self._begin("import_weights", manifest)
-            update.run(lambda: update.bring(reads=True))
+            update.run(update.bring_all)
             return update.tensors
 
     @deferred_interrupts()

@@ -31,7 +31,7 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.lifecycle import Event, State
 from rl_bridge.manifest.compare import Policy, look_for_suspicion
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.parts import NOTHING
+from rl_bridge.memory.parts import Scope
 from rl_bridge.memory.views import ImportedTensors
 
 _LOG = logging.getLogger(__name__)
@@ -155,15 +155,21 @@ class Transaction:
 
     # ---- its steps ------------------------------------------------------------------------------
 
-    def bring(self, *, reads: bool | None = None) -> None:
-        """Import and verify, and look for what is suspicious. The engine is not asked.
+    def bring(self) -> None:
+        """Import, and look for what is suspicious. The engine is not asked.
 
-        With `reads` None, an adapter that imports by itself has the engine's own processes verify
-        the bytes in `stage`.
+        The bytes are verified here, or in `stage` by the processes of an engine that imports them
+        itself.
         """
+        self._bring(Scope.LEASE if self._imports_itself else Scope.ALL)
+
+    def bring_all(self) -> None:
+        """Do what `bring` does, and verify the bytes here whatever the engine does."""
+        self._bring(Scope.ALL)
+
+    def _bring(self, scope: Scope) -> None:
         manifest, previous = self.manifest, self._engine.active
-        reads = not self._imports_itself if reads is None else reads
-        self.tensors = self._consumer.import_update(manifest, needs=None if reads else NOTHING)
+        self.tensors = self._consumer.import_update(manifest, scope=scope)
         if not self._imports_itself and isinstance(self.tensors, ImportedTensors):
             self.manifest = manifest = self.tensors.manifest or manifest
         # Another stream begins anew: with the same weights, or with another wire dtype. And this

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from rl_bridge.assembly.wanted import WantedLayout
+from rl_bridge.assembly.wanted import ReadScope
 from rl_bridge.engines.evidence import Evidence, Places, Untouched, tensors_of
 from rl_bridge.engines.load_checks import (
     are_finite,
@@ -65,7 +65,7 @@ from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.parts import PartNeeds
+from rl_bridge.memory.parts import PartNeeds, Scope
 from rl_bridge.memory.passes import checked_threads
 from rl_bridge.memory.tensors import tensor_key
 from rl_bridge.memory.views import Pin
@@ -112,8 +112,8 @@ class ModelInstaller(TransactionalAdapter):
         self._num_threads = checked_threads(num_threads)
         self._num_ranks = num_ranks
         self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
-        # The last layout's plan, and the ranges that are read by it.
-        self._needs: tuple[LoadPlan, PartNeeds | GroupShare | None] | None = None
+        # The last layout's plan, and what is read by it.
+        self._scope: tuple[LoadPlan, Scope | PartNeeds | GroupShare] | None = None
         # The last group's update, and what is read of it. Such a plan holds for nothing else: whole
         # tensors of another update may have the shapes of these boxes.
         self._share: tuple[str, GroupShare] | None = None
@@ -247,8 +247,8 @@ class ModelInstaller(TransactionalAdapter):
             )
         self._plan, self._evidence = plan, evidence
 
-    def needs(self, manifest: WeightUpdateManifest) -> PartNeeds | WantedLayout | None:
-        """The ranges of an update that `prepare` reads; None: all of it.
+    def scope_of(self, manifest: WeightUpdateManifest) -> ReadScope:
+        """What `prepare` reads of an update.
 
         Of a group they are boxes of its whole tensors. `prepare` then takes these boxes instead of
         the whole tensors, and the manifest of what was assembled.
@@ -260,23 +260,23 @@ class ModelInstaller(TransactionalAdapter):
         plan = self._plan_of(manifest, is_here=True)
         if isinstance(manifest, GroupManifest):
             if asks_for_bytes(plan, manifest):
-                return None
+                return Scope.ALL
             check_taken(plan, manifest)
-        if self._needs is None or self._needs[0] is not plan:
-            self._needs = plan, self._needed(plan, manifest)
-        needs = self._needs[1]
-        if not isinstance(needs, GroupShare):
-            return needs
-        self._share = manifest.update_id, needs
-        return needs.wanted
+        if self._scope is None or self._scope[0] is not plan:
+            self._scope = plan, self._planned(plan, manifest)
+        scope = self._scope[1]
+        if not isinstance(scope, GroupShare):
+            return scope
+        self._share = manifest.update_id, scope
+        return scope.wanted
 
-    def _needed(
+    def _planned(
         self, plan: LoadPlan, manifest: WeightUpdateManifest
-    ) -> PartNeeds | GroupShare | None:
+    ) -> Scope | PartNeeds | GroupShare:
         if not isinstance(manifest, GroupManifest):
             return needs_of(plan, manifest)
         share = share_of(plan, manifest)
-        return None if share.table.digest == manifest.table.digest else share
+        return Scope.ALL if share.table.digest == manifest.table.digest else share
 
     def shards(self, manifest: WeightUpdateManifest) -> list[Shard]:
         """The parts of an update's tensors that this model takes."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rl_bridge.assembly.wanted import WantedLayout
+from rl_bridge.assembly.wanted import ReadScope
 from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rank_bridges import EngineBridges
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, Reply, clear_frames, failure_reply
@@ -28,7 +28,7 @@ from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle import State
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.parts import PartNeeds
+from rl_bridge.memory.parts import Scope
 from rl_bridge.memory.views import ImportedTensors
 
 _LOG = logging.getLogger(__name__)
@@ -168,8 +168,8 @@ class EngineRank:
         self._imported = manifest
         try:
             if bridge is not None:
-                needs, rank = self._needs(manifest), self.host.rank
-                self._imported, self._tensors = self._bridges.bring(manifest, rank, needs)
+                scope, rank = self._scope_of(manifest), self.host.rank
+                self._imported, self._tensors = self._bridges.bring(manifest, rank, scope)
                 told = dict(bridge.timings(manifest.update_id))
             imported = time.perf_counter()
             self.installer.prepare(self._imported, self._tensors)
@@ -189,16 +189,16 @@ class EngineRank:
             reply["shards"] = self.shards(manifest)
         return reply
 
-    def _needs(self, manifest: WeightUpdateManifest) -> PartNeeds | WantedLayout | None:
-        """The ranges of an update that this rank reads; None: all of it.
+    def _scope_of(self, manifest: WeightUpdateManifest) -> ReadScope:
+        """What this rank reads of an update.
 
         Raises:
             IncompatibleUpdate: a group does not fit; its trainer is told.
 
         """
-        tell = getattr(self.installer, "needs", None)  # others read each tensor as a whole
+        tell = getattr(self.installer, "scope_of", None)  # others read each tensor as a whole
         try:
-            return None if tell is None else tell(manifest)
+            return Scope.ALL if tell is None else tell(manifest)
         except Exception as error:
             if isinstance(manifest, GroupManifest):
                 # All of it would be assembled here before `prepare` could refuse it.
@@ -208,7 +208,7 @@ class EngineRank:
                 raise
             # `prepare` refuses the update for the same reason, when its trainer can be told.
             _LOG.debug("version %d does not fit", manifest.weight_version, exc_info=True)
-            return None
+            return Scope.ALL
 
     def shards(self, manifest: WeightUpdateManifest) -> list[list[Any]]:
         """The parts of tensors that this rank takes, of the update that was prepared; as JSON."""

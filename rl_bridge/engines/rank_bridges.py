@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from rl_bridge.assembly.wanted import WantedLayout
+from rl_bridge.assembly.wanted import ReadScope
 from rl_bridge.bridge.bridges import GroupBridge, make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.group import GROUP
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.transports.registry import canonical_name
 
 TransportOptions = Mapping[str, Mapping[str, object]]
@@ -106,16 +105,16 @@ class EngineBridges:
         return bridge
 
     def bring(
-        self, manifest: WeightUpdateManifest, rank: int, needs: PartNeeds | WantedLayout | None
+        self, manifest: WeightUpdateManifest, rank: int, scope: ReadScope
     ) -> tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]]:
-        """Import what a rank needs of an update.
+        """Import what a rank reads of an update.
 
         Returns:
             The manifest of what was imported, and the tensors: of a group, what was assembled of
             its parts; else the update itself.
 
         """
-        tensors = self.of(manifest, rank).consumer.import_update(manifest, needs=needs)
+        tensors = self.of(manifest, rank).consumer.import_update(manifest, scope=scope)
         return tensors.manifest or manifest, tensors
 
     def made(self, manifest: WeightUpdateManifest) -> TensorBridge | None:

@@ -28,7 +28,7 @@ from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
-from rl_bridge.memory.parts import PartNeeds, leaves_of
+from rl_bridge.memory.parts import PartNeeds, Scope, leaves_of
 from rl_bridge.memory.passes import BytePlan
 
 # What one pass reads: what must be copied to be read (a slice, a device's memory) stays small.
@@ -63,11 +63,11 @@ def shards_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[Shard]:
     ]
 
 
-def needs_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> PartNeeds | None:
-    """The ranges of an update that a rank reads; None if it reads all, or has to verify all."""
+def needs_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> Scope | PartNeeds:
+    """The ranges of an update that a rank reads, unless it reads all, or has to verify all."""
     table = manifest.table
     if not (table.leaves and plan.is_followed):
-        return None
+        return Scope.ALL
     whole = [table.rows[name] for name in plan.mixed]
     leaves = [(row, 0, int(table.leaf_counts[row]), 0, _last_dim(table, row)) for row in whole]
     for route in plan.routes():
@@ -81,7 +81,7 @@ def needs_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> PartNeeds | None
         leaves += [(row, *leaf_range) for leaf_range in found]
     needs = PartNeeds.of(table, leaves) if leaves else None
     if needs is None or needs.verified_nbytes == table.total_nbytes:
-        return None
+        return Scope.ALL
     return needs
 
 

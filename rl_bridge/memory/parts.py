@@ -8,7 +8,8 @@ column blocks instead, by the column list (`rl_bridge.manifest.columns`), if the
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from enum import Enum, auto
 from functools import cached_property
 
 import numpy as np
@@ -31,6 +32,15 @@ LeafRange = tuple[int, int, int, int]
 """Leaves of a tensor, and which bytes of its rows are needed of them: each the first, and the last
 one + 1.
 """
+
+
+class Scope(Enum):
+    """What is read of an update where it is imported, if it is not a part."""
+
+    ALL = auto()
+    """All of it; of a version of several parts, what the bridge assembles."""
+    LEASE = auto()
+    """Nothing: the update is held, and others read and verify it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +118,16 @@ class PartNeeds:
             read_starts=read_starts,
             read_nbytes=read_nbytes,
         )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same is read and verified."""
+        return isinstance(other, PartNeeds) and all(
+            np.array_equal(getattr(self, one.name), getattr(other, one.name))
+            for one in fields(self)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.read_starts.tobytes())
 
     def of_rows(self, rows: Sequence[int]) -> "PartNeeds":
         """These, but only what lies in some stored tensors is verified."""
@@ -189,21 +209,6 @@ class PartNeeds:
     def _damaged(self, part: WeightUpdateManifest, place: int) -> ChecksumMismatch | StaleUpdate:
         start, nbytes = int(self.starts[place]), int(self.nbytes[place])
         return damaged(part, self.part, int(self.rows[place]), start, nbytes)
-
-
-_NONE = np.empty(0, np.int64)
-NOTHING = PartNeeds(
-    part=0,
-    has_leaves=False,
-    starts=_NONE,
-    nbytes=_NONE,
-    rows=_NONE,
-    expected=_NONE,
-    blocks=Blocks(*(_NONE for _ in Blocks._fields)),
-    read_starts=_NONE,
-    read_nbytes=_NONE,
-)
-"""The needs of a reader that leases an update and leaves its bytes to others."""
 
 
 def leaf_list(part: WeightUpdateManifest, base: int) -> bytes:

@@ -388,6 +388,12 @@ class _FaultyConsumer(AroundConsumer):
         self._owner.reach(Step.AFTER_ATTACH)
         return attachment
 
+    def lease(self, manifest: WeightUpdateManifest) -> Attachment:
+        self._owner.reach(Step.BEFORE_ATTACH)
+        attachment = self.inner.lease(manifest)
+        self._owner.reach(Step.AFTER_ATTACH)
+        return attachment
+
     def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
         self._owner.reach(Step.BEFORE_ATTACH)
         attached = self.inner.attach_parts(parts)

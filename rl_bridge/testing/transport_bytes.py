@@ -12,7 +12,7 @@ from rl_bridge.lifecycle import Event, State
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import row_major_stride
-from rl_bridge.memory.parts import NOTHING
+from rl_bridge.memory.parts import Scope
 from rl_bridge.testing.peer import BridgeOver, sample_weights
 from rl_bridge.testing.strategies import (
     ODD_NAMES,
@@ -187,7 +187,7 @@ class BytesArriveUnchanged(TransportCase):
         """Before, its names are known, and its consumer is."""
         source = sample_weights(1)
         manifest = publisher.publish(source, weight_version=1)
-        tensors = consumer.consumer.import_update(manifest, needs=NOTHING)
+        tensors = consumer.consumer.import_update(manifest, scope=Scope.LEASE)
         assert set(tensors) == set(source)
         assert contents_of(tensors) == contents_of(source)
         if consumer.update_state(manifest) is State.IMPORTED:
@@ -201,7 +201,7 @@ class BytesArriveUnchanged(TransportCase):
         """Its consumer asks for a tensor when the publisher's memory has been written again."""
         source = sample_weights(1)
         manifest = publisher.publish(source, weight_version=1)
-        tensors = consumer.consumer.import_update(manifest, needs=NOTHING)
+        tensors = consumer.consumer.import_update(manifest, scope=Scope.LEASE)
         publisher.release(manifest)
         for version in range(2, 6):
             newer = publisher.publish(sample_weights(version), weight_version=version)

@@ -12,7 +12,7 @@ import pytest
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.parts import NOTHING
+from rl_bridge.memory.parts import Scope
 from rl_bridge.testing.faults import Fault, KillAt, Step, die
 from rl_bridge.testing.peer import BridgeOver, hashes, id_of, sample_weights
 from rl_bridge.testing.processes import Child, ChildDied, ChildError, until, watchdog
@@ -219,7 +219,7 @@ class ProcessesComeAndGo(TransportCase):
         """Its consumer asks for a tensor only then."""
         victim = make_peer(worker="trainer")
         manifest = WeightUpdateManifest.from_json(victim.call("publish", seed=1, weight_version=1))
-        tensors = consumer.consumer.import_update(manifest, needs=NOTHING)
+        tensors = consumer.consumer.import_update(manifest, scope=Scope.LEASE)
         victim.kill()
         with watchdog(30), suppress(WeightBridgeError):
             assert contents_of(tensors) == contents_of(sample_weights(1))

@@ -88,7 +88,7 @@ class PartRequest:
     Attributes:
         manifest: of the part.
         starts: first byte, in the part's arena, of each range that is read: int64, ascending, no
-            two of them meet. None: the whole arena. Empty: the part is leased, and not read.
+            two of them meet. None: the whole arena.
         nbytes: size of each: int64, above 0. None where `starts` is.
         targets: where each range goes in the arena of a `Landing`, in bytes: int64, in any order,
             no two ranges meet there. None where the transport finds room itself.
@@ -233,6 +233,18 @@ class ConsumerEnd(ABC):
             StaleUpdate: another version is there by now.
 
         """
+
+    def lease(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Hold an update that others read, with the header that was sealed with it.
+
+        This one attaches it. A transport that reads from far away overrides it, to read nothing:
+        such an attachment is made with `is_part`.
+
+        Raises:
+            WeightBridgeError: what `attach` raises.
+
+        """
+        return self.attach(manifest)
 
     def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
         """Attach parts of one version, in that order: all of them, or none.

@@ -11,11 +11,11 @@ import torch
 from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge.consumer import ImportedShare
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightUpdateRejectedError
-from rl_bridge.lifecycle import State
+from rl_bridge.lifecycle import Event, State
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_bytes
 from rl_bridge.memory import parts
 from rl_bridge.memory.packing import LeafPlan
-from rl_bridge.memory.parts import PartNeeds, leaves_of
+from rl_bridge.memory.parts import PartNeeds, Scope, leaves_of
 from rl_bridge.memory.passes import Addresses, block_digests
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
@@ -49,7 +49,7 @@ class Pair:
         self.faults.corrupt(self.manifest, self.manifest.tensors[name].offset + nth)
 
     def read(self) -> ImportedShare:
-        found = self.reader.consumer.import_update(self.manifest, needs=self.needs)
+        found = self.reader.consumer.import_update(self.manifest, scope=self.needs)
         assert isinstance(found, ImportedShare)
         return found
 
@@ -65,11 +65,30 @@ def pair() -> Iterator[Pair]:
 def test_what_is_read_is_what_was_published(transport: str) -> None:
     with make_weight_bridge(transport) as bridge:
         manifest = bridge.publish(TENSORS, weight_version=1)
-        found = bridge.consumer.import_update(manifest, needs=needs_of(manifest))
+        found = bridge.consumer.import_update(manifest, scope=needs_of(manifest))
         assert torch.equal(found["cut"][FIRST:END], TENSORS["cut"][FIRST:END])
         assert torch.equal(found["whole"], TENSORS["whole"])
         bridge.acknowledge(manifest)
         assert bridge.update_state(manifest) is State.ACKNOWLEDGED
+
+
+def test_a_part_is_imported_again_by_equal_ranges_and_not_by_others(pair: Pair) -> None:
+    pair.read()
+    pair.needs = needs_of(pair.manifest)
+    assert torch.equal(pair.read()["cut"][FIRST:END], TENSORS["cut"][FIRST:END])
+    pair.needs = PartNeeds.of(pair.manifest.table, [(0, 0, 1, 0, LEAF_NBYTES)])
+    with pytest.raises(WeightUpdateRejectedError, match="another part of it"):
+        pair.read()
+
+
+def test_a_lease_is_imported_again_without_reading_a_byte(pair: Pair) -> None:
+    consumer = pair.reader.consumer
+    consumer.import_update(pair.manifest, scope=Scope.LEASE)
+    consumer.advance(pair.manifest.update_id, Event.VERIFY)
+    pair.damage("cut")
+    again = consumer.import_update(pair.manifest, scope=Scope.LEASE)
+    with pytest.raises(ChecksumMismatch, match="'cut'"):
+        again["whole"]
 
 
 def test_it_asks_for_its_ranges_and_the_leaf_list(pair: Pair) -> None:

@@ -22,7 +22,7 @@ from rl_bridge.errors import (
 from rl_bridge.groups import GroupBridge, WantedLayout, everything, slices
 from rl_bridge.lifecycle import Event
 from rl_bridge.manifest.group import GroupManifest
-from rl_bridge.memory.parts import NOTHING
+from rl_bridge.memory.parts import Scope
 from tests.groups.meshes import Shards, cut, flat_cut
 from tests.groups.rig import damage, trainers
 from tests.installers.test_rank_shares import COLUMNS, HALF, RANKS, ROWS, Rank, weights
@@ -37,7 +37,7 @@ class GroupRank:
         self.bridges = EngineBridges("engine")
 
     def update(self, group: GroupManifest) -> str:
-        needs = self.installer.needs(group)
+        needs = self.installer.scope_of(group)
         mine, tensors = self.bridges.bring(group, self.rank.model.rank, needs)
         self.installer.prepare(mine, tensors)
         self.installer.install(mine, tensors)
@@ -95,14 +95,14 @@ def test_a_rank_asks_for_the_boxes_that_it_reads(ranks: list[GroupRank]) -> None
     with trainers(2) as group:
         manifest = group.publish(cut(weights(), 2, {"rows": 1, "norm": 0, "columns": 0}), 1)
         for place, rank in enumerate(ranks):
-            wanted = rank.installer.needs(manifest)
+            wanted = rank.installer.scope_of(manifest)
             assert isinstance(wanted, WantedLayout)
             (rows,) = wanted.tensors["rows"].sources
             assert (rows.offset, rows.shape) == ((place * HALF, 0), (HALF, COLUMNS))
             (columns,) = wanted.tensors["columns"].sources
             half = COLUMNS // RANKS
             assert (columns.offset, columns.shape) == ((0, place * half), (4, half))
-            assert rank.installer.needs(manifest) is wanted
+            assert rank.installer.scope_of(manifest) is wanted
 
 
 def test_a_damaged_byte_is_refused_by_the_rank_that_takes_it_and_the_next_version_lands(
@@ -129,7 +129,7 @@ def test_what_an_engine_does_not_take_is_refused_before_it_is_read(ranks: list[G
         dims = {"rows": 0, "norm": 0, "columns": 0, "strange": 0}
         manifest = group.publish(cut(sent, 2, dims), 1)
         with pytest.raises((IncompatibleUpdate, AttributeError), match="strange"):
-            ranks[0].installer.needs(manifest)
+            ranks[0].installer.scope_of(manifest)
 
 
 # ---- views and boxes ----------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_whole_tensors_of_the_shapes_of_a_ranks_boxes_are_refused_behind_a_good_
         assert assembled is not None
         for manifest in (half, assembled):
             with pytest.raises((IncompatibleUpdate, RuntimeError), match="start"):
-                ranks[1].installer.needs(manifest)
+                ranks[1].installer.scope_of(manifest)
 
 
 def test_a_bridge_never_shows_one_layouts_memory_as_anothers() -> None:
@@ -212,7 +212,16 @@ def test_a_bridge_never_shows_one_layouts_memory_as_anothers() -> None:
         bridge.import_update(manifest)
         whole = everything()(manifest.layout.wholes)
         with pytest.raises(WeightUpdateRejectedError, match="another part of it"):
-            bridge.consumer.import_update(manifest, needs=whole)
+            bridge.consumer.import_update(manifest, scope=whole)
+
+
+def test_a_share_is_imported_again_by_an_equal_layout() -> None:
+    with trainers(2) as group, GroupBridge() as bridge:
+        manifest = group.publish(cut(weights(), 2, {"rows": 0, "norm": 0, "columns": 0}), 1)
+        for _ in range(2):
+            mine = slices({"rows": [None, slice(0, 4)]})(manifest.layout.wholes)
+            found = bridge.consumer.import_update(manifest, scope=mine)
+            assert torch.equal(found["rows"], weights()["rows"][:, :4])
 
 
 def test_the_mapping_of_a_version_that_ranks_import_is_read_once_and_not_behind_its_release() -> (
@@ -222,7 +231,7 @@ def test_the_mapping_of_a_version_that_ranks_import_is_read_once_and_not_behind_
     with trainers(2) as group, GroupBridge() as bridge:
         dims = {"rows": 0, "norm": 0, "columns": 0}
         manifest = group.publish(cut(sent, 2, dims), 1)
-        tensors = bridge.consumer.import_update(manifest, needs=NOTHING)
+        tensors = bridge.consumer.import_update(manifest, scope=Scope.LEASE)
         with ThreadPoolExecutor(4) as pool:
             for rows in pool.map(lambda _: tensors["rows"], range(4)):
                 assert torch.equal(rows, sent["rows"])
@@ -231,7 +240,7 @@ def test_the_mapping_of_a_version_that_ranks_import_is_read_once_and_not_behind_
         assert torch.equal(bridge.import_update(manifest)["norm"], sent["norm"])
         assert bridge.update_status(manifest) == "acknowledged"
         later = group.publish(cut(sent, 2, dims), 2)
-        unread = bridge.consumer.import_update(later, needs=NOTHING)
+        unread = bridge.consumer.import_update(later, scope=Scope.LEASE)
         bridge.release(later)
         with pytest.raises(StaleUpdate, match="released here before"):
             unread["rows"]
@@ -241,7 +250,7 @@ def test_publishers_hear_of_the_release_of_a_version_that_ranks_hold_however_lat
     with trainers(2) as group, GroupBridge() as bridge:
         dims = {"rows": 0, "norm": 0, "columns": 0}
         manifest = group.publish(cut(weights(), 2, dims), 1)
-        bridge.consumer.import_update(manifest, needs=NOTHING)
+        bridge.consumer.import_update(manifest, scope=Scope.LEASE)
         bridge.consumer.advance(manifest.update_id, Event.VERIFY)
         bridge.acknowledge(manifest)
         for version in range(2, 14):  # more than are remembered of those that are over
@@ -279,7 +288,7 @@ def test_a_head_that_the_engine_ties_may_be_cut_in_another_way() -> None:
             sent = {"embed.weight": embed, "head.weight": head}
             dims = {"embed.weight": 0, "head.weight": 1}
             manifest = group.publish(cut(sent, 2, dims), version)
-            mine, tensors = bridges.bring(manifest, 0, installer.needs(manifest))
+            mine, tensors = bridges.bring(manifest, 0, installer.scope_of(manifest))
             if version == 1:
                 installer.prepare(mine, tensors)
                 installer.install(mine, tensors)

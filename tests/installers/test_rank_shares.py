@@ -15,7 +15,7 @@ from rl_bridge.engines.staging import Assembled, Staged
 from rl_bridge.engines.vllm.model_installer import _Making, _Packs
 from rl_bridge.errors import ChecksumMismatch, IncompatibleUpdate, ProofFailed
 from rl_bridge.manifest.digest import LEAF_NBYTES
-from rl_bridge.memory.parts import PartNeeds
+from rl_bridge.memory.parts import PartNeeds, Scope
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
@@ -64,9 +64,9 @@ class Rank:
         self.bridge = bridge
 
     def update(self, manifest: WeightUpdateManifest) -> str:
-        needs = self.installer.needs(manifest)
+        needs = self.installer.scope_of(manifest)
         assert isinstance(needs, PartNeeds)
-        tensors = self.bridge.consumer.import_update(manifest, needs=needs)
+        tensors = self.bridge.consumer.import_update(manifest, scope=needs)
         self.installer.prepare(manifest, tensors)
         self.installer.install(manifest, tensors)
         root = self.installer.prove().root
@@ -111,11 +111,11 @@ def test_a_rank_reads_its_rows_and_not_those_of_the_other(
     manifest = trainer.publish(sent, weight_version=1)
     rows = sent["rows"].nbytes // RANKS
     for rank in ranks:
-        needs = rank.installer.needs(manifest)
+        needs = rank.installer.scope_of(manifest)
         assert isinstance(needs, PartNeeds)
         # Columns that are narrower than a leaf share their leaves with the other rank's.
         assert int(needs.nbytes.sum()) == rows + sent["norm"].nbytes + sent["columns"].nbytes
-        assert rank.installer.needs(manifest) is needs
+        assert rank.installer.scope_of(manifest) is needs
 
 
 def test_a_byte_that_only_the_other_rank_takes_is_its_own_to_refuse(
@@ -146,9 +146,9 @@ def test_bytes_that_went_bad_after_the_import_are_not_installed(
 ) -> None:
     rank = ranks[1]
     manifest = trainer.publish(weights(), weight_version=1)
-    needs = rank.installer.needs(manifest)
+    needs = rank.installer.scope_of(manifest)
     assert isinstance(needs, PartNeeds)
-    tensors = rank.bridge.consumer.import_update(manifest, needs=needs)
+    tensors = rank.bridge.consumer.import_update(manifest, scope=needs)
     faults.corrupt(manifest, manifest.tensors["rows"].offset + HALF * LEAF_NBYTES + 4)
     with pytest.raises(ProofFailed, match="went bad after it was imported"):
         rank.installer.prepare(manifest, tensors)
@@ -197,12 +197,12 @@ def test_a_byte_that_changes_at_any_moment_is_found_or_was_not_taken(
 
     model = Model(0)
     installer = Watched(model, at, packs=packs)
-    needs = installer.needs(manifest)
+    needs = installer.scope_of(manifest)
     assert isinstance(needs, PartNeeds)
 
     def update(bridge: TensorBridge) -> None:
         at("published")
-        tensors = bridge.consumer.import_update(manifest, needs=needs)
+        tensors = bridge.consumer.import_update(manifest, scope=needs)
         at("imported")
         installer.prepare(manifest, tensors)
         at("prepared")
@@ -236,10 +236,10 @@ def test_what_was_compared_as_it_was_packed_is_not_read_again(
             faults.corrupt(manifest, manifest.tensors["rows"].offset)
 
     installer = Watched(model, at, packs=True)
-    needs = installer.needs(manifest)
+    needs = installer.scope_of(manifest)
     assert isinstance(needs, PartNeeds)
     with make_weight_bridge("shared-memory") as bridge:
-        tensors = bridge.consumer.import_update(manifest, needs=needs)
+        tensors = bridge.consumer.import_update(manifest, scope=needs)
         installer.prepare(manifest, tensors)
         installer.install(manifest, tensors)
         assert installer.prove().root == manifest.root
@@ -284,10 +284,10 @@ def test_what_is_packed_is_what_was_compared_or_is_looked_at_behind_it(
             faults.corrupt(manifest, manifest.tensors[name].offset + 4)
 
     installer = Packing(Model(0), at)
-    needs = installer.needs(manifest)
+    needs = installer.scope_of(manifest)
     assert isinstance(needs, PartNeeds)
     with make_weight_bridge("shared-memory") as bridge:
-        tensors = bridge.consumer.import_update(manifest, needs=needs)
+        tensors = bridge.consumer.import_update(manifest, scope=needs)
         try:
             installer.prepare(manifest, tensors)
         except ProofFailed:
@@ -305,4 +305,4 @@ def test_a_rank_that_takes_everything_reads_the_update_as_a_whole(trainer: Tenso
             self.weight.data.copy_(dict(given)["weight"])
 
     model = Whole(4, 3, bias=False).requires_grad_(requires_grad=False)
-    assert ModelInstaller(model, EngineCompat()).needs(manifest) is None
+    assert ModelInstaller(model, EngineCompat()).scope_of(manifest) is Scope.ALL

@@ -26,7 +26,7 @@ def test_columns_are_read_by_their_pieces(in_place: bool) -> None:
             manifest = publisher.publish({"w": weight}, weight_version=version)
             needs = strips_of(manifest)
             assert needs.verified_nbytes == 700 * 2048
-            share = consumer.consumer.import_update(manifest, needs=needs)
+            share = consumer.consumer.import_update(manifest, scope=needs)
             assert isinstance(share, ImportedShare)
             assert torch.equal(share["w"][:, 2048:3072], weight[:, 2048:3072])
             # What lies between the pieces did not arrive.
@@ -45,10 +45,10 @@ def test_strips_that_are_overwritten_while_they_are_read_are_refused() -> None:
             Between(lambda: overwrite(end, first), at="bytes", times=1) as seen,
             pytest.raises(StaleUpdate, match="wrote to it while it was read"),
         ):
-            consumer.consumer.import_update(first, needs=strips_of(first))
+            consumer.consumer.import_update(first, scope=strips_of(first))
         assert seen.calls == 1
         second = publisher.publish({"w": weight}, weight_version=2)
-        share = consumer.consumer.import_update(second, needs=strips_of(second))
+        share = consumer.consumer.import_update(second, scope=strips_of(second))
         assert torch.equal(share["w"][:, 2048:3072], weight[:, 2048:3072])
 
 
@@ -61,9 +61,9 @@ def test_strips_of_a_trainers_own_tensors_that_it_writes_to_are_refused() -> Non
             Between(lambda: live[-1].add_(1), at="bytes", times=1) as seen,
             pytest.raises(StaleUpdate, match=r"of 'w' without releasing it \(in_place\)"),
         ):
-            consumer.consumer.import_update(first, needs=strips_of(first))
+            consumer.consumer.import_update(first, scope=strips_of(first))
         assert seen.calls == 1
         publisher.release(first)
         second = publisher.publish({"w": live}, weight_version=2)
-        share = consumer.consumer.import_update(second, needs=strips_of(second))
+        share = consumer.consumer.import_update(second, scope=strips_of(second))
         assert torch.equal(share["w"][:, 2048:3072], live[:, 2048:3072])

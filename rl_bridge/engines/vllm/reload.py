@@ -27,6 +27,7 @@ from rl_bridge.engines.vllm.reload_proof import make_ready, prove_reload
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.parts import Scope
 
 _LOG = logging.getLogger(__name__)
 _SHOWN = 5
@@ -303,8 +304,9 @@ class VLLMReloadAdapter(ModelInstaller):
                 raise
             return LoadPlan((), taken=frozenset(kinds), is_followed=False)
 
-    def needs(self, manifest: WeightUpdateManifest) -> None:
+    def scope_of(self, manifest: WeightUpdateManifest) -> Scope:  # noqa: ARG002 - of any
         """All of it: vLLM's own loader takes whole tensors."""
+        return Scope.ALL
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
         """Run the engine's loader on a model without memory, and look for memory.

@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rl_bridge.errors import (
     SegmentError,
@@ -15,7 +15,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.places import Place
 from rl_bridge.memory.views import Attachment
-from rl_bridge.transports.base import ConsumerEnd, PartRequest
+from rl_bridge.transports.base import ConsumerEnd
 from rl_bridge.transports.broadcast.client import ControlClient
 from rl_bridge.transports.broadcast.init_info import Backend, BroadcastHandle, BroadcastInitInfo
 from rl_bridge.transports.wire.arenas import Arenas, Arrivals
@@ -74,12 +74,10 @@ class BroadcastConsumer(ConsumerEnd):
         self._takes_offers = True
         return self._attach(manifest, is_observer=False)
 
-    def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
-        """Attach versions: whole, or without a byte where none is asked for."""
-        if any(part.room_nbytes for part in parts):
-            return super().attach_parts(parts)
+    def lease(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Get a version's header and report on it; no byte of it is sent here."""
         self._takes_offers = False
-        return [self._attach(part.manifest, is_observer=False, is_read=False) for part in parts]
+        return self._attach(manifest, is_observer=False, is_read=False)
 
     def look(self, manifest: WeightUpdateManifest) -> Attachment:
         """Fetch a version as an observer, which leaves no record and gets no later versions."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, TypeVar
 
+import numpy as np
 import torch
 
 from rl_bridge.errors import (
@@ -42,6 +43,7 @@ from rl_bridge.transports.wire.channel import read_handle
 _LOG = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
 
+_NO_RANGES = np.empty(0, np.int64)  # one: what is read is kept by the identity of its ranges
 _PAUSE_MS = 5
 _LONGEST_PAUSE_MS = 500
 _MAX_PARKED = 2  # each costs a slot, memory and descriptors
@@ -197,6 +199,11 @@ class NIXLConsumer(ConsumerEnd):
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         """Read a version, unless it is here already, and lease it."""
         return self._attach([PartRequest(manifest=manifest)], is_observer=False)[0]
+
+    def lease(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Take a version's lease and its header, and read no byte of it."""
+        request = PartRequest(manifest=manifest, starts=_NO_RANGES, nbytes=_NO_RANGES)
+        return self._attach([request], is_observer=False)[0]
 
     def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
         """Read parts from all their publishers at once, and lease them."""

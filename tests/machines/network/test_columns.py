@@ -44,7 +44,7 @@ class Reader:
         manifest = WeightUpdateManifest.from_json(text)
         table = manifest.table
         needs = PartNeeds.of(table, [(0, 0, int(table.leaf_counts[0]), 0, 2048)])
-        found = self.bridge.consumer.import_update(manifest, needs=needs)["w"][:, :512]
+        found = self.bridge.consumer.import_update(manifest, scope=needs)["w"][:, :512]
         return torch.equal(found, WEIGHT[:, :512] + manifest.weight_version)
 
     def close(self) -> None:
