@@ -8,7 +8,7 @@ the engines that are connected already.
 from rl_bridge.engines.driver import EngineDriver, Loader
 from rl_bridge.engines.load_checks import check_finite
 from rl_bridge.engines.model_installer import ModelInstaller
-from rl_bridge.engines.rank import EngineRank, RankHost, answer, rank_of
+from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller, answer, rank_of
 from rl_bridge.engines.rpc import EngineClient, RankGroup, Replies, Reply, in_thread, lost, watch
 from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
 from rl_bridge.engines.shards import Shard, check_covered, parse_shards, part_digests
@@ -24,6 +24,7 @@ __all__ = [
     "ModelInstaller",
     "RankGroup",
     "RankHost",
+    "RankInstaller",
     "Replies",
     "Reply",
     "ServingOptions",

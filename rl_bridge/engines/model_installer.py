@@ -27,6 +27,7 @@ from rl_bridge.engines.load_checks import (
     check_taken,
 )
 from rl_bridge.engines.load_plan import Kinds, LoadPlan, kinds_of, learn
+from rl_bridge.engines.rank import RankInstaller
 from rl_bridge.engines.shards import (
     GroupShare,
     Shard,
@@ -61,7 +62,7 @@ from rl_bridge.engines.through import (
     write_parameters,
 )
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -76,7 +77,7 @@ _PLANS = 4
 Tensors = Mapping[str, torch.Tensor]
 
 
-class ModelInstaller(TransactionalAdapter):
+class ModelInstaller(RankInstaller):
     """Installs updates into one rank's model. Call it between two steps of the model.
 
     The update's names, shapes and dtypes are those of a checkpoint of the model; where each tensor
@@ -119,8 +120,6 @@ class ModelInstaller(TransactionalAdapter):
         self._share: tuple[str, GroupShare] | None = None
         self._spares = SpareMemory()
         self._room: Pin | None = None  # where the last copy of the model was
-        self.staging = ""
-        """Where the update that was prepared last is made; empty: the engine's loader brings it."""
         # The update that is prepared:
         self._plan: LoadPlan | None = None
         self._evidence: Evidence | None = None
@@ -248,15 +247,7 @@ class ModelInstaller(TransactionalAdapter):
         self._plan, self._evidence = plan, evidence
 
     def scope_of(self, manifest: WeightUpdateManifest) -> ReadScope:
-        """What `prepare` reads of an update.
-
-        Of a group they are boxes of its whole tensors. `prepare` then takes these boxes instead of
-        the whole tensors, and the manifest of what was assembled.
-
-        Raises:
-            IncompatibleUpdate: the update does not fit, which `prepare` says as well.
-
-        """
+        """The ranges, or the boxes of a group's tensors, that the loader's plan takes."""
         plan = self._plan_of(manifest, is_here=True)
         if isinstance(manifest, GroupManifest):
             if asks_for_bytes(plan, manifest):

@@ -23,6 +23,7 @@ from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rank_bridges import EngineBridges
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, Reply, clear_frames, failure_reply
 from rl_bridge.engines.session import Session
+from rl_bridge.engines.shards import Shard
 from rl_bridge.errors import TornEngine, WeightBridgeError, WeightUpdateRejectedError, describe
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle import State
@@ -48,6 +49,40 @@ class Stage(StrEnum):
     COMMITTING = "committing"  # proven on all ranks: forward is the only way
 
 
+class RankInstaller(TransactionalAdapter):
+    """What installs into one rank's model; as it stands, one that takes each tensor whole."""
+
+    staging: str = ""
+    """Where the update that was prepared last is made: see `InstallProof`."""
+
+    def scope_of(self, manifest: WeightUpdateManifest) -> ReadScope:  # noqa: ARG002 - of any
+        """What `prepare` reads of an update.
+
+        Of a group it may be boxes of its whole tensors. `prepare` then takes these boxes instead of
+        the whole tensors, and the manifest of what was assembled.
+
+        Raises:
+            IncompatibleUpdate: the update does not fit, which `prepare` says as well.
+
+        """
+        return Scope.ALL
+
+    def shards(self, manifest: WeightUpdateManifest) -> list[Shard]:  # noqa: ARG002 - of any
+        """The parts of an update's tensors that the model takes."""
+        return []
+
+    def begin(self) -> None:
+        """The engine's own loader writes into the model from now on: `undo` brings it back.
+
+        Called instead of `install`, if the update was not imported here.
+        """
+        raise NotImplementedError
+
+    def expect(self, parts: Sequence[bytes]) -> None:
+        """Note the digests that `shards` must have, if the update was not imported here."""
+        raise NotImplementedError
+
+
 class RankHost(ABC):
     """What a rank is in its engine."""
 
@@ -62,7 +97,7 @@ class RankHost(ABC):
         return self.replica * self.group.size + self.group.rank
 
     @abstractmethod
-    def make_installer(self, options: Mapping[str, Any]) -> TransactionalAdapter:
+    def make_installer(self, options: Mapping[str, Any]) -> RankInstaller:
         """What installs into this rank's model."""
 
     def check(self, given: Payload) -> None:  # noqa: B027 - some engines refuse nothing
@@ -91,7 +126,7 @@ class EngineRank:
         """What the installer was made with."""
         self.covered = ""
         """The layout of which all ranks together were last found to take every element."""
-        self._made: TransactionalAdapter | None = None
+        self._made: RankInstaller | None = None
         self._bridges = EngineBridges(host.name)
         self._active: WeightUpdateManifest | None = None
         self.pending: WeightUpdateManifest | None = None
@@ -183,7 +218,7 @@ class EngineRank:
         reply: Reply = {
             "timings_ms": {**told, **self._timings_ms},
             "verified": manifest.root if imports else "",
-            "staging": getattr(self.installer, "staging", ""),
+            "staging": self.installer.staging,
         }
         if given and given.get("shards"):
             reply["shards"] = self.shards(manifest)
@@ -196,9 +231,8 @@ class EngineRank:
             IncompatibleUpdate: a group does not fit; its trainer is told.
 
         """
-        tell = getattr(self.installer, "scope_of", None)  # others read each tensor as a whole
         try:
-            return Scope.ALL if tell is None else tell(manifest)
+            return self.installer.scope_of(manifest)
         except Exception as error:
             if isinstance(manifest, GroupManifest):
                 # All of it would be assembled here before `prepare` could refuse it.
@@ -212,8 +246,7 @@ class EngineRank:
 
     def shards(self, manifest: WeightUpdateManifest) -> list[list[Any]]:
         """The parts of tensors that this rank takes, of the update that was prepared; as JSON."""
-        tell = getattr(self.installer, "shards", None)  # others take each tensor as a whole
-        return [] if tell is None else [shard.to_json() for shard in tell(manifest)]
+        return [shard.to_json() for shard in self.installer.shards(manifest)]
 
     def install(self, update_id: str) -> Reply:
         """Install and prove, on all ranks or on none; all ranks must call it.
@@ -226,6 +259,7 @@ class EngineRank:
             start = time.perf_counter()
             self.stage = Stage.INSTALLING
             if self._imports:
+                assert self._imported is not None
                 self.installer.install(self._imported, self._tensors)
             else:
                 self.installer.begin()
@@ -386,7 +420,7 @@ class EngineRank:
     # ---- inside ---------------------------------------------------------------------------------
 
     @property
-    def installer(self) -> Any:
+    def installer(self) -> RankInstaller:
         """What installs into this rank's model."""
         if self._made is None:
             self._made = self.host.make_installer({})

@@ -18,10 +18,10 @@ import torch
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines.driver import EngineDriver
-from rl_bridge.engines.rank import EngineRank, RankHost, answer
+from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller, answer
 from rl_bridge.engines.rpc import EngineClient, RankGroup, Replies, Reply
 from rl_bridge.engines.serving import ServingOptions
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.installers.base import InstallProof
 
 __all__ = [
     "WAIT_S",
@@ -49,7 +49,7 @@ def publish(trainer: TensorBridge, version: int) -> WeightUpdateManifest:
     return trainer.publish({"w": torch.full((4,), float(version))}, weight_version=version)
 
 
-class Model(TransactionalAdapter):
+class Model(RankInstaller):
     """A rank's model, which holds a version's number; and its installer."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Host(RankHost):
         self.group = group
         self.installer = Model()
 
-    def make_installer(self, options: Mapping[str, Any]) -> TransactionalAdapter:
+    def make_installer(self, options: Mapping[str, Any]) -> RankInstaller:
         return self.installer
 
 

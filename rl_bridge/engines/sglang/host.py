@@ -9,13 +9,12 @@ import torch
 
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.model_installer import ModelInstaller
-from rl_bridge.engines.rank import EngineRank, RankHost, answer, rank_of
+from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller, answer, rank_of
 from rl_bridge.engines.rpc import RankGroup, Reply, failure_reply
 from rl_bridge.engines.sglang import require, version
 from rl_bridge.engines.skeleton import EngineCompat, processed_by
 from rl_bridge.engines.staging import Staging
 from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError, WeightUpdateRejectedError
-from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.memory.tensors import not_plain
 
 _LOG = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ class SGLangHost(RankHost):
         self.group = group
         self._flush = flush
 
-    def make_installer(self, options: Mapping[str, Any]) -> TransactionalAdapter:
+    def make_installer(self, options: Mapping[str, Any]) -> RankInstaller:
         """What installs into this rank's model."""
         return SGLangModelInstaller(self.model, num_ranks=self.group.size, **options)
 

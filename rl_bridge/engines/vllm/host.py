@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rl_bridge.bridge.consumer import is_shortage
-from rl_bridge.engines.rank import EngineRank, RankHost, Stage, rank_of
+from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller, Stage, rank_of
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, clear_frames
 from rl_bridge.engines.session import second_driver_error
 from rl_bridge.engines.shards import check_covered, parse_shards
@@ -26,7 +26,6 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
     describe,
 )
-from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -49,11 +48,11 @@ class VLLMHost(RankHost):
         self.replica = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
         self._config = vllm_config
 
-    def make_installer(self, options: Mapping[str, Any]) -> TransactionalAdapter:
+    def make_installer(self, options: Mapping[str, Any]) -> RankInstaller:
         """What installs beside the serving version; with ``reload``, by vLLM's own reload."""
         options = dict(options)
         kind = VLLMReloadAdapter if options.pop("reload", False) else VLLMModelInstaller
-        made: TransactionalAdapter = kind(self.model, self._config, **options)
+        made: RankInstaller = kind(self.model, self._config, **options)
         return made
 
     def check(self, given: Mapping[str, Any]) -> None:
