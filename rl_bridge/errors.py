@@ -46,6 +46,7 @@ An exception raised by a user's adapter or engine comes out unchanged in type an
 added; only if the undo failed too, it is the cause of a `TornEngine`.
 """
 
+import errno
 import logging
 
 __all__ = [
@@ -322,3 +323,27 @@ def describe(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 - the user's own exception: its type must do
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether nothing is wrong with an update: this side lacks something, or was interrupted."""
+    if not isinstance(error, Exception) or isinstance(error, _SHORTAGES):
+        return True
+    if isinstance(error, DriverError):
+        return error.code != _NO_MEMORY_OF_THE_DRIVERS
+    if isinstance(error, OSError):
+        return error.errno in SHORTAGE_NUMBERS
+    # (This module does without torch, whose error is known by its name.)
+    return isinstance(error, RuntimeError) and (
+        any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+        or any(text in str(error) for text in _SHORTAGE_TEXTS)
+    )
+
+
+SHORTAGE_NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EAGAIN})
+"""What the kernel says if this machine is short of something: the update itself is all right."""
+_SHORTAGES = (MemoryError, WeightBridgeUnavailableError, DeadlineExceeded, SlotsExhausted)
+# Messages of Python and of torch's allocator of CPU memory: their errors have no own types.
+_SHORTAGE_TEXTS = ("can't start new thread", "can't allocate memory")
+# So a driver names a descriptor that leads to no memory: the update is not all right.
+_NO_MEMORY_OF_THE_DRIVERS = "CUDA_ERROR_INVALID_VALUE"

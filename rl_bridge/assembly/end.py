@@ -10,7 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from rl_bridge.assembly.assemble import (
     ArenaLanding,
@@ -41,9 +41,16 @@ from rl_bridge.transports.registry import transport_class
 from rl_bridge.transports.shared_memory import SharedMemory, SharedPublisher
 
 _LOG = logging.getLogger(__name__)
-_Way = tuple[Assembly, LandingPlan | None]
 # Plans of the layouts seen last: one, but for runs that change their layout.
 _PLANS = 4
+
+
+class Recipe(NamedTuple):
+    """How one layout's wanted tensors are made."""
+
+    assembly: Assembly
+    landing: LandingPlan | None
+    """Into a slot without a copy between; None if that is not worth it."""
 
 
 class GroupTransport(Transport):
@@ -130,9 +137,9 @@ class GroupEnd(ConsumerEnd):
         self._reader = self._memory.consumer_end("", 0)
         self._ring: tuple[str, SharedPublisher] | None = None
         self._by_transport: dict[str, ConsumerEnd] = {}
-        # Names of their transports that keep the digest of a header beside the bytes.
+        # The transports, by name, that seal the digest of a header beside the bytes.
         self._bound: set[str] = set()
-        self._ways: OrderedDict[tuple[str, str], _Way] = OrderedDict()
+        self._recipes: OrderedDict[tuple[str, str], Recipe] = OrderedDict()
 
     def plan(self, layout: GroupLayout) -> ReshardPlan:
         """How the wanted tensors are made of a group with that layout; made once per layout.
@@ -141,7 +148,7 @@ class GroupEnd(ConsumerEnd):
             IncompatibleUpdate: something is wanted that the group does not hold.
 
         """
-        return self._way(layout, None)[0].plan
+        return self._recipe(layout, None).assembly.plan
 
     def known_end(self, name: str) -> ConsumerEnd | None:
         """The end of a transport that parts came by."""
@@ -165,7 +172,7 @@ class GroupEnd(ConsumerEnd):
 
         """
         group = _checked(group)
-        assembly, landing = self._way(group.layout, wanted)
+        assembly, landing = self._recipe(group.layout, wanted)
         try:
             end = None if landing is None else self._landing_end(group, assembly.plan)
             if landing is None or end is None:
@@ -194,18 +201,19 @@ class GroupEnd(ConsumerEnd):
         self.meet(group.parts)
         return Attachment(table, None, is_part=True)
 
-    def _way(self, layout: GroupLayout, wanted: WantedLayout | None) -> _Way:
+    def _recipe(self, layout: GroupLayout, wanted: WantedLayout | None) -> Recipe:
         key = layout.digest, "" if wanted is None else wanted.digest
-        way = self._ways.get(key)
-        if way is None:
+        recipe = self._recipes.get(key)
+        if recipe is None:
             chosen = wanted or self._wanted or everything()
             if not isinstance(chosen, WantedLayout):
                 chosen = chosen(layout.wholes)
             assembly = Assembly(make_plan(layout, chosen), num_threads=self._num_threads)
-            way = self._ways[key] = assembly, LandingPlan.make(assembly, layout)
-            while len(self._ways) > _PLANS:
-                self._ways.popitem(last=False)
-        return way
+            recipe = Recipe(assembly, LandingPlan.make(assembly, layout))
+            self._recipes[key] = recipe
+            while len(self._recipes) > _PLANS:
+                self._recipes.popitem(last=False)
+        return recipe
 
     def _copied(self, group: GroupManifest, assembly: Assembly) -> Carried:
         """Copy from the transports' memory into a slot."""

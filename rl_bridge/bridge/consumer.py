@@ -32,21 +32,18 @@ from rl_bridge.bridge.arguments import (
     in_a_child,
     require_transport,
 )
-from rl_bridge.cuda.driver import INVALID_VALUE
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
-    DeadlineExceeded,
     DigestMismatch,
-    DriverError,
     MalformedManifest,
-    SlotsExhausted,
     StaleUpdate,
     UnknownUpdate,
     WeightBridgeError,
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
     describe,
+    is_shortage,
 )
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue, plain
@@ -57,7 +54,6 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
 from rl_bridge.memory.parts import PartNeeds, Scope, leaf_list
 from rl_bridge.memory.places import CPU_PLACE
-from rl_bridge.memory.segment import SHORTAGE_NUMBERS
 from rl_bridge.memory.views import Attachment, ImportedTensors, Pin
 from rl_bridge.transports.base import ConsumerEnd, PartRequest, Transport
 
@@ -74,15 +70,6 @@ _OVER = frozenset({State.REJECTED, State.RELEASED})
 _REPORTED = frozenset({Event.VERIFY, Event.TEAR})
 # How often garbage is collected for the sake of a rejected update whose tensors live on.
 _COLLECTIONS = 2
-# Messages of Python and of torch's allocator of CPU memory: their errors have no own types.
-_SHORTAGE_TEXTS = ("can't start new thread", "can't allocate memory")
-_SHORTAGES = (
-    MemoryError,
-    torch.OutOfMemoryError,
-    WeightBridgeUnavailableError,
-    DeadlineExceeded,
-    SlotsExhausted,
-)
 
 
 class Order:
@@ -414,7 +401,7 @@ class Consumer:
             record.timings_ms[phase] = (time.perf_counter() - start) * 1e3
             record.lifecycle.fire(Event.IMPORT)
             if scope is Scope.LEASE:
-                # (The processes that read the parts of a version hold it against their headers.)
+                # A version of several parts is compared with their headers where they are read.
                 if isinstance(manifest, GroupManifest) or (
                     _sealed_header(attachment) == manifest.header_digest
                 ):
@@ -535,7 +522,7 @@ class Consumer:
             _require_bytes(manifest, attachment)
             require_header(manifest, attachment, binds_header=self._binds_header)
         else:
-            # First: it vouches for the list of column blocks.
+            # The header comes first: it vouches for the list of column blocks.
             require_header(manifest, attachment, binds_header=self._binds_header)
             try:
                 _require_part(manifest, attachment, scope)
@@ -777,7 +764,7 @@ class Consumer:
         if pin is not None:
             buffer = pin.buffer
             record.buffers.append(weakref.ref(buffer))
-            # Not at exit: the lock that the kernel releases then says the same.
+            # At exit nobody is told: the lock that the kernel releases then says the same.
             finalizer = weakref.finalize(buffer, _note_death, weakref.ref(self), record.update_id)
             finalizer.atexit = False
             del buffer
@@ -1093,15 +1080,3 @@ def _sealed_header(attachment: Attachment) -> bytes:
     """Digest of the header that was sealed with the bytes; empty if there is none."""
     pin = attachment.tensors.held
     return b"" if pin is None else pin.header or b""
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Whether nothing is wrong with an update: this side lacks something, or was interrupted."""
-    if not isinstance(error, Exception):
-        return True
-    if isinstance(error, DriverError):
-        return error.code != INVALID_VALUE  # that is how a driver names a descriptor of no memory
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGE_TEXTS):
-        return True
-    is_refused = isinstance(error, OSError) and error.errno in SHORTAGE_NUMBERS
-    return is_refused or isinstance(error, _SHORTAGES)

@@ -142,7 +142,7 @@ class EngineState:
         self.active, self.update_id, self.weights = manifest, manifest.update_id, weights
         self.changing, self._is_taken = None, False
         self.torn_by.pop(manifest.update_id, None)
-        steps: dict[str, Callable[[], object]] = {"undo": self.healed, "commit": self._commit}
+        steps: dict[str, Callable[[], object]] = {"undo": self.note_healed, "commit": self._commit}
         for update_id in self._superseded:
             steps[f"release of update {update_id}"] = partial(self.release, update_id)
         for name, step in steps.items():
@@ -158,7 +158,7 @@ class EngineState:
                             name,
                         )
 
-    def refused(
+    def note_refused(
         self, manifest: WeightUpdateManifest, error: BaseException, *, may_come_again: bool
     ) -> None:
         """An update failed before a byte of the engine changed."""
@@ -175,7 +175,7 @@ class EngineState:
             held = "what the engine holds is not known before recover() has asked it."
         add_note(error, f"version {manifest.weight_version} was {what}; {held}")
 
-    def undone(
+    def note_undone(
         self, manifest: WeightUpdateManifest, error: BaseException, *, may_come_again: bool
     ) -> None:
         """An update failed at the engine, which is back at what it held before."""
@@ -189,12 +189,12 @@ class EngineState:
         elif not was_torn or state is State.INSTALLED:
             self._reject(manifest, f"rollout weight install failed: {describe(error)}")
         if was_torn:
-            self.healed()
+            self.note_healed()
         # (Another driver may have ended it otherwise.)
         what = "given up" if isinstance(error, EngineLost) else "undone"
         add_note(error, f"version {manifest.weight_version} was {what}; {self._held()}")
 
-    def torn(self, manifest: WeightUpdateManifest, reason: str) -> None:
+    def note_torn(self, manifest: WeightUpdateManifest, reason: str) -> None:
         """The engine holds parts of an update, and is not back at what it held before."""
         self.torn_by.pop(manifest.update_id, None)
         self.torn_by[manifest.update_id] = (manifest, reason)
@@ -203,14 +203,14 @@ class EngineState:
         if self.consumer.state(manifest.update_id) in _TEARABLE:
             self.consumer.advance(manifest.update_id, Event.TEAR, reason=reason)
 
-    def healed(self) -> None:
+    def note_healed(self) -> None:
         """Nothing of the updates that tore it is left in the engine."""
         while self.torn_by:
             manifest, _ = self.last_torn
             self._reject(manifest, "it had torn the engine")
             del self.torn_by[manifest.update_id]
 
-    def taken(self) -> None:
+    def note_taken(self) -> None:
         """Another driver has the engine, or it was started anew: it holds none of our versions."""
         if self.active is not None:
             _LOG.warning("version %d is not in the engine any more", self.active.weight_version)
@@ -247,7 +247,7 @@ class EngineState:
     def check_owner(self) -> None:
         """If another driver has updated the engine, none of our versions is active any more."""
         if self.active is not None and self.adapter.is_overtaken:
-            self.taken()
+            self.note_taken()
 
     # ---- releasing ------------------------------------------------------------------------------
 

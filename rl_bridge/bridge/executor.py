@@ -111,7 +111,7 @@ class RolloutExecutor:
         self._pending: Transaction | None = None  # neither over nor given up
         self._lock = threading.RLock()  # reentrant: hooks of the adapter may ask for a release
         self._pid = os.getpid()
-        self._is_closed = self._has_ended = False
+        self._is_closing = self._is_closed = False
         bridge.claim(self)
 
     # ---- updates --------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class RolloutExecutor:
             pending.end(WeightUpdateRejectedError(msg))
         changing = self._engine.changing
         if changing is not None:
-            self._engine.torn(changing, "an interrupt stopped its install")
+            self._engine.note_torn(changing, "an interrupt stopped its install")
 
     # ---- the engine -----------------------------------------------------------------------------
 
@@ -252,8 +252,8 @@ class RolloutExecutor:
         with self._between_updates() as is_inside:
             engine = self._engine
             if not is_inside and engine.adapter.take_over():
-                engine.healed()
-                engine.taken()
+                engine.note_healed()
+                engine.note_taken()
             if not engine.is_torn:
                 engine.check_owner()
                 return
@@ -267,7 +267,7 @@ class RolloutExecutor:
                     "recover() once more, or install a later version in full."
                 )
                 raise TornEngine(msg) from error
-            engine.healed()
+            engine.note_healed()
 
     @deferred_interrupts()
     def release_weights(self) -> None:
@@ -312,9 +312,9 @@ class RolloutExecutor:
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread may have held it
         with self._lock:
-            if self._has_ended:
+            if self._is_closed:
                 return
-            self._is_closed = True
+            self._is_closing = True
             try:
                 self.release_weights()
                 self._engine.release_superseded()
@@ -323,7 +323,7 @@ class RolloutExecutor:
                 self._engine.bridge.give_up(self)
                 if self._own_bridge is not None:
                     self._own_bridge.close()
-            self._has_ended = True
+            self._is_closed = True
 
     def __enter__(self) -> Self:
         """Use as a context manager."""
@@ -334,7 +334,7 @@ class RolloutExecutor:
         self.close()
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._is_closing:
             msg = "this executor is closed. Make a new one."
             raise BridgeClosed(msg)
 

@@ -68,7 +68,8 @@ class TensorBridge:
             observer: called with every lifecycle transition.
             wanted: what is imported of a version that several ranks published (`GroupPublisher`),
                 such as ``parallel(tensor=TensorParallel(...))``. None: every tensor, whole.
-            options: the transport's own, such as ``directory``, ``max_slots``, ``num_threads``.
+            options: the transport's own, such as ``directory``, ``max_slots``, ``num_threads``; the
+                last two also hold for what is assembled here of a version of several parts.
 
         Raises:
             TypeError: an option that the transport does not have, or of the wrong type.

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import torch
 
-from rl_bridge.bridge.consumer import AnyConsumer, is_shortage
+from rl_bridge.bridge.consumer import AnyConsumer
 from rl_bridge.bridge.engine_state import Acknowledgement, EngineState
 from rl_bridge.errors import (
     ChecksumMismatch,
@@ -26,6 +26,7 @@ from rl_bridge.errors import (
     TornEngine,
     add_note,
     describe,
+    is_shortage,
 )
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.lifecycle import Event, State
@@ -88,6 +89,7 @@ class Transaction:
 
     Attributes:
         manifest: the update.
+        installed: what goes into the engine: the update, or what was assembled of its parts.
         tensors: as imported; empty before.
         step: how far it got.
 
@@ -112,12 +114,13 @@ class Transaction:
             suspicious: what to do about an update that changes nothing, or narrows a dtype.
 
         """
-        self.manifest = manifest
+        self.manifest = self.installed = manifest
         self.tensors = _NOT_IMPORTED
         self.step = Step.IMPORT
         self._engine = engine
         self._adapter = engine.adapter
         self._imports_itself = engine.adapter.imports_itself
+        self._scope = Scope.LEASE if self._imports_itself else Scope.ALL
         self._consumer = consumer
         self._suspicious = suspicious
         # An update that somebody else imported through this bridge stays his if it is refused here.
@@ -161,17 +164,10 @@ class Transaction:
         The bytes are verified here, or in `stage` by the processes of an engine that imports them
         itself.
         """
-        self._bring(Scope.LEASE if self._imports_itself else Scope.ALL)
-
-    def bring_all(self) -> None:
-        """Do what `bring` does, and verify the bytes here whatever the engine does."""
-        self._bring(Scope.ALL)
-
-    def _bring(self, scope: Scope) -> None:
         manifest, previous = self.manifest, self._engine.active
-        self.tensors = self._consumer.import_update(manifest, scope=scope)
+        self.tensors = self._consumer.import_update(manifest, scope=self._scope)
         if not self._imports_itself and isinstance(self.tensors, ImportedTensors):
-            self.manifest = manifest = self.tensors.manifest or manifest
+            self.installed = manifest = self.tensors.manifest or manifest
         # Another stream begins anew: with the same weights, or with another wire dtype. And this
         # update itself may come again, after its release.
         if (
@@ -181,9 +177,14 @@ class Transaction:
         ):
             look_for_suspicion(self._suspicious, previous, manifest)
 
+    def bring_all(self) -> None:
+        """Do what `bring` does, and verify the bytes here whatever the engine does."""
+        self._scope = Scope.ALL
+        self.bring()
+
     def stage(self) -> None:
         """Find every reason to refuse. Behind it the engine is what it was."""
-        manifest, adapter, clock = self.manifest, self._adapter, self._clock
+        manifest, adapter, clock = self.installed, self._adapter, self._clock
         self.step = Step.PREPARE
         clock.start()
         adapter.prepare(manifest, self.tensors)
@@ -201,7 +202,7 @@ class Transaction:
 
     def install(self) -> None:
         """Install, prove, let the engine serve it, acknowledge."""
-        manifest, adapter, clock = self.manifest, self._adapter, self._clock
+        manifest, adapter, clock = self.installed, self._adapter, self._clock
         self.step, self._engine.changing = Step.INSTALL, manifest
         clock.start()
         adapter.install(manifest, self.tensors)
@@ -220,7 +221,7 @@ class Transaction:
 
     def activate(self) -> None:
         """Make the acknowledged update the active one, and release what was before."""
-        self._engine.activate(self.manifest, self.tensors)
+        self._engine.activate(self.installed, self.tensors)
         self._engine.last_ack = ack = self._acknowledgement()
         self.step = Step.OVER
         total = ack.timings_ms.get("total", 0.0)
@@ -267,7 +268,7 @@ class Transaction:
                 f"this stopped the install of version {manifest.weight_version}; the engine is "
                 "torn: call recover().",
             )
-            self._engine.torn(manifest, f"{describe(error)} stopped its install")
+            self._engine.note_torn(manifest, f"{describe(error)} stopped its install")
 
     def _refuse(self, error: BaseException, step: Step) -> None:
         """It failed before a byte of the engine changed."""
@@ -283,7 +284,7 @@ class Transaction:
         ):
             # An engine that is gone says nothing of the update: a fresh one may take it.
             may_come_again = isinstance(error, EngineLost) or is_shortage(error)
-            self._engine.refused(manifest, error, may_come_again=may_come_again)
+            self._engine.note_refused(manifest, error, may_come_again=may_come_again)
 
     def _undo(self, error: BaseException) -> None:
         """It failed while or after the engine changed: bring it back, or declare it torn."""
@@ -292,13 +293,13 @@ class Transaction:
             self._engine.undo()
         except SessionRefused as second:
             # Whoever has the engine now ends what was left in it; nothing is torn for this side.
-            self._engine.healed()
-            self._engine.taken()
-            self._engine.undone(manifest, second, may_come_again=True)
+            self._engine.note_healed()
+            self._engine.note_taken()
+            self._engine.note_undone(manifest, second, may_come_again=True)
             self._forget()
             raise second from error
         except Exception as second:  # noqa: BLE001 - reported by a `TornEngine`
-            self._engine.torn(manifest, f"{describe(error)}; undo: {describe(second)}")
+            self._engine.note_torn(manifest, f"{describe(error)}; undo: {describe(second)}")
             add_note(error, f"the undo failed too ({describe(second)}); the engine is torn.")
             msg = (
                 f"version {manifest.weight_version} failed to install ({describe(error)}) and "
@@ -307,14 +308,14 @@ class Transaction:
             )
             raise TornEngine(msg) from error
         except BaseException as second:
-            self._engine.torn(manifest, f"{describe(error)}; undo: {describe(second)}")
+            self._engine.note_torn(manifest, f"{describe(error)}; undo: {describe(second)}")
             add_note(
                 second,
                 f"this stopped the undo of version {manifest.weight_version}; the engine is torn: "
                 "call recover().",
             )
             raise
-        self._engine.undone(manifest, error, may_come_again=is_shortage(error))
+        self._engine.note_undone(manifest, error, may_come_again=is_shortage(error))
 
     def _forget(self) -> None:
         """Give a refused update's memory back, although the frames of its exception hold it."""
@@ -328,7 +329,7 @@ class Transaction:
     # ---- inside ---------------------------------------------------------------------------------
 
     def _checked_proof(self, proof: InstallProof) -> InstallProof:
-        manifest = self.manifest
+        manifest = self.installed
         given: object = proof
         if not isinstance(given, InstallProof):
             msg = (
@@ -350,15 +351,15 @@ class Transaction:
         self._clock.timings_ms["total"] = spent_s * 1e3
         evidence = {
             **asdict(self._proof),
-            "total_nbytes": self.manifest.table.total_nbytes,
+            "total_nbytes": self.installed.table.total_nbytes,
             "peak_rss_nbytes": _peak_rss_nbytes(),
         }
         self._timings_ms = self._consumer.acknowledge(
-            self.manifest.update_id, proof=evidence, timings_ms=self._clock.timings_ms
+            self.installed.update_id, proof=evidence, timings_ms=self._clock.timings_ms
         )
 
     def _acknowledgement(self) -> Acknowledgement:
-        manifest = self.manifest
+        manifest = self.installed
         return Acknowledgement(
             update_id=manifest.update_id,
             weight_version=manifest.weight_version,

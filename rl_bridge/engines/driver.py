@@ -18,13 +18,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from rl_bridge.bridge.consumer import is_shortage
-from rl_bridge.engines.rpc import EngineClient, Replies
+from rl_bridge.engines.rpc import EngineClient, Replies, Reply
 from rl_bridge.engines.serving import Serving, ServingOptions
 from rl_bridge.engines.session import second_driver_error
 from rl_bridge.engines.shards import Shard, check_covered, parse_shards, part_digests
@@ -34,6 +32,7 @@ from rl_bridge.errors import (
     SessionRefused,
     TornEngine,
     WeightBridgeUnavailableError,
+    is_shortage,
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -66,8 +65,8 @@ class Loader:
     def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Feed the engine's own loader."""
 
-    def abort(self, *, left: bool) -> None:
-        """End what `load` may have left open; if `left`, the `load` of another driver."""
+    def abort(self, *, of_other_driver: bool) -> None:
+        """End what `load` may have left open, or the `load` of another driver."""
 
     def ended(self, *, installed: bool) -> None:
         """The update is committed, or undone: what the other version needed may go."""
@@ -96,8 +95,6 @@ class EngineDriver(TransactionalAdapter):
     """Whether the ranks read an update, each its share of it; else the executor reads all."""
     verified_root: str = ""
     """Root of the update whose shares all ranks verified in `prepare`; empty if one did not."""
-    phases_ms: Mapping[str, float] = MappingProxyType({})
-    """Phases of the update under way: pause, cache, label; the slowest rank's verify, prove."""
 
     def __init__(
         self,
@@ -149,6 +146,11 @@ class EngineDriver(TransactionalAdapter):
         """
         return self._client.is_lost
 
+    @property
+    def phases_ms(self) -> Mapping[str, float]:
+        """Phases of the update under way: pause, cache, label; the slowest rank's verify, prove."""
+        return self._phases_ms
+
     # ---- the steps ------------------------------------------------------------------------------
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -160,7 +162,7 @@ class EngineDriver(TransactionalAdapter):
             EngineLost: the engine is gone.
 
         """
-        self._phases_ms = self.phases_ms = dict[str, float]()
+        self._phases_ms = {}
         self.verified_root, self._refusal = "", None
         self._ensure_session()
         given = dict(self._loader.prepare(manifest, tensors))
@@ -235,7 +237,7 @@ class EngineDriver(TransactionalAdapter):
         try:
             if self._step is _Step.BEGUN:
                 self._client.ask("describe", within_s=_LIFE_S)  # a dead engine is told early
-                self._undo_on_ranks(left=False)
+                self._undo_on_ranks(of_other_driver=False)
             self.abandon()
         except SessionRefused:
             raise
@@ -366,12 +368,12 @@ class EngineDriver(TransactionalAdapter):
     def _end_left(self, replies: Replies) -> None:
         """Bring the engine to one version that is committed. Cut off anywhere, it is done again."""
         self._serving.adopt(replies)
-        is_due = self._step is _Step.BEGUN  # an undo of this driver's own that failed
-        if is_due or _is_mixture(replies):
+        own_undo_failed = self._step is _Step.BEGUN
+        if own_undo_failed or _is_mixture(replies):
             _LOG.warning("an update was left half-way: it is taken back")
-            self._may_have_served |= not is_due
+            self._may_have_served |= not own_undo_failed
             self._step = _Step.BEGUN
-            self._undo_on_ranks(left=any(reply["loads"] for reply in replies))
+            self._undo_on_ranks(of_other_driver=any(reply["loads"] for reply in replies))
         elif any(reply["manifest"] for reply in replies):
             self._commit_left(replies)
         elif any(reply["pending"] for reply in replies):
@@ -391,7 +393,7 @@ class EngineDriver(TransactionalAdapter):
         self._manifest = manifest
         self.commit()
 
-    def _undo_on_ranks(self, *, left: bool) -> None:
+    def _undo_on_ranks(self, *, of_other_driver: bool) -> None:
         """Take the update back, the weights last.
 
         A driver that takes over and finds the old weights assumes that caches and label are undone.
@@ -400,7 +402,7 @@ class EngineDriver(TransactionalAdapter):
             self._serving.stop(undoes=True)  # again: it is not known whether the engine goes on
             self._serving.drop_undone()
         self._serving.take_label_back()
-        self._loader.abort(left=left)
+        self._loader.abort(of_other_driver=of_other_driver)
         # Nothing is said against the update: what is wrong with it, its executor tells.
         self._client.ask("undo", reason=None)
         if self._may_have_served and not self._serving.pauses:
@@ -432,11 +434,15 @@ class EngineDriver(TransactionalAdapter):
 
 def _is_mixture(replies: Replies) -> bool:
     """Whether ranks are inside of an update that is not proven on all of them."""
-    begun = [reply for reply in replies if reply["stage"] not in {"idle", "prepared"}]
-    held = {reply["pending"] if reply in begun else reply["update_id"] for reply in replies}
+    begun = [reply for reply in replies if _has_begun(reply)]
+    held = {reply["pending" if _has_begun(reply) else "update_id"] for reply in replies}
     return any(reply["torn"] or not reply["manifest"] for reply in begun) or (
         bool(begun) and len(held) > 1
     )
+
+
+def _has_begun(reply: Reply) -> bool:
+    return reply["stage"] not in {"idle", "prepared"}
 
 
 def _joined_proof(proofs: Sequence[dict[str, Any]]) -> InstallProof:

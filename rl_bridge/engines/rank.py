@@ -19,12 +19,17 @@ from typing import Any
 import torch
 
 from rl_bridge.assembly.wanted import ReadScope
-from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rank_bridges import EngineBridges
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, Reply, clear_frames, failure_reply
 from rl_bridge.engines.session import Session
 from rl_bridge.engines.shards import Shard
-from rl_bridge.errors import TornEngine, WeightBridgeError, WeightUpdateRejectedError, describe
+from rl_bridge.errors import (
+    TornEngine,
+    WeightBridgeError,
+    WeightUpdateRejectedError,
+    describe,
+    is_shortage,
+)
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle import State
 from rl_bridge.manifest.group import GroupManifest

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from rl_bridge import errors
-from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.errors import (
     DeadlineExceeded,
     EngineLost,
@@ -34,6 +33,7 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
+    is_shortage,
 )
 
 _LOG = logging.getLogger(__name__)

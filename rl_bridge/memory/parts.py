@@ -29,8 +29,8 @@ _Column = npt.NDArray[np.int64]
 _PIECE_NBYTES = 256
 
 LeafRange = tuple[int, int, int, int]
-"""Leaves of a tensor, and which bytes of its rows are needed of them: each the first, and the last
-one + 1.
+"""First leaf of a tensor, and the one behind the last; then the first byte of each row that is
+needed, and the one behind the last.
 """
 
 

@@ -24,7 +24,12 @@ from typing import Annotated, Literal, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
-from rl_bridge.errors import BadSegmentName, SegmentError, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    SHORTAGE_NUMBERS,
+    BadSegmentName,
+    SegmentError,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.memory import vm
 from rl_bridge.memory.holding import Holding
 from rl_bridge.processes import no_fork
@@ -91,10 +96,6 @@ class SegmentRef(BaseModel):
     start_time: Count
     fd: Count = 0
     name: StrictStr = ""
-
-
-SHORTAGE_NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EAGAIN})
-"""What the kernel says if this machine is short of something: the update itself is all right."""
 
 
 def require_resources(error: OSError) -> None:

@@ -19,7 +19,6 @@ from typing import Self
 
 import torch
 
-from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
@@ -31,6 +30,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
     describe,
+    is_shortage,
 )
 from rl_bridge.installers.base import Engine
 from rl_bridge.manifest.model import WeightUpdateManifest

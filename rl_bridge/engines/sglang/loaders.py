@@ -87,9 +87,9 @@ class SGLangLoader(Loader):
             check_finite(tensors, tensors)
         return {"drops": self._drops}
 
-    def abort(self, *, left: bool) -> None:
+    def abort(self, *, of_other_driver: bool) -> None:
         """End SGLang's session if it may be open: it would let no other one in, ever."""
-        if left or self._may_be_in_session:
+        if of_other_driver or self._may_be_in_session:
             self._client.control("end_weight_update")  # whatever it says: an engine has only one
             self._may_be_in_session = False
 
@@ -110,7 +110,7 @@ class SGLangLoader(Loader):
         try:
             yield
         except BaseException:
-            self.abort(left=False)
+            self.abort(of_other_driver=False)
             raise
         self._client.do("end_weight_update")
         self._may_be_in_session = False

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller, Stage, rank_of
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, clear_frames
 from rl_bridge.engines.session import second_driver_error
@@ -25,6 +24,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
     describe,
+    is_shortage,
 )
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
