@@ -312,7 +312,7 @@ class EngineRank:
         error: Exception | None = None
         try:
             step()
-        except Exception as caught:  # noqa: BLE001 - raised below, behind the vote
+        except Exception as caught:  # noqa: BLE001 - raised below, after the vote
             error = caught
         group = self.host.group
         mine = "yes" if error is None else "short" if is_shortage(error) else "no"
@@ -339,7 +339,7 @@ class EngineRank:
 
     def _proven(self) -> Reply:
         assert self._proof is not None
-        self.stage = Stage.PROVEN  # behind the vote: before it, the way is back
+        self.stage = Stage.PROVEN  # after the vote: before it, the way is back
         return {"proof": self._proof.to_dict(), "timings_ms": self._timings_ms}
 
     def serves(self, update_id: str) -> None:
