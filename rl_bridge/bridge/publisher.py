@@ -21,13 +21,15 @@ from rl_bridge.bridge.arguments import in_a_child
 from rl_bridge.errors import BridgeClosed, MalformedManifest, UnknownUpdate
 from rl_bridge.journal import Journal, not_above
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
+from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import JSONValue, freeze
 from rl_bridge.manifest.compare import Policy, look_for_suspicion
 from rl_bridge.manifest.model import WeightUpdateManifest, no_tensors
 from rl_bridge.manifest.parallel import require_supported
+from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.control import Record
 from rl_bridge.memory.packing import PackPlan
-from rl_bridge.trainers.state_dict import Source, tensors_to_publish
+from rl_bridge.trainers.state_dict import Source, SourceReader
 from rl_bridge.transports.base import PublisherEnd, Transport
 
 _LOG = logging.getLogger(__name__)
@@ -119,7 +121,9 @@ class Publisher:
         self._observer = observer
         self._lock = threading.RLock()  # reentrant: an observer may call this publisher
         self._pid = os.getpid()
+        self._reader = SourceReader()
         self._plan: PackPlan | None = None
+        self._paired = ""  # the adapter and the layout whose pairs were checked last
         self.latest: WeightUpdateManifest | None = None
         self._updates: OrderedDict[str, _Published] = OrderedDict()
         self._is_closed = False
@@ -141,6 +145,9 @@ class Publisher:
         weight_version: int,
         metadata: Mapping[str, JSONValue] | None = None,
         trainable: Iterable[str] | None = None,
+        adapter: str | AdapterSpec | None = None,
+        merged: bool = False,
+        base_root: str = "",
         is_part: bool = False,
     ) -> WeightUpdateManifest:
         """Take a sealed snapshot of `source` and describe it. See `TensorBridge.publish`.
@@ -152,17 +159,21 @@ class Publisher:
         require_supported(metadata)
         with self._turn():
             start = time.perf_counter()
-            tensors, trained = tensors_to_publish(source, trainable)
-            if not tensors and not is_part:
+            given = self._reader.read(
+                source, trainable, adapter=adapter, merged=merged, base_root=base_root
+            )
+            if not given.tensors and not is_part:
                 raise no_tensors()
-            plan = self._plan_for(tensors, trained)
+            plan = self._plan_for(given.tensors, given.trainable)
             gathered = time.perf_counter()
             # Whatever can be wrong with the input is found before memory is written.
             metadata = freeze(metadata or {})
+            if given.spec is not None:
+                metadata = freeze(self._adapter_metadata(given.spec, metadata, plan.table))
             if self.last_version is not None and weight_version <= self.last_version:
                 raise not_above(weight_version, self.last_version, self.publisher_id)
             update_id = uuid.uuid4().hex
-            carried = self.end.carry(plan, tensors, update_id)
+            carried = self.end.carry(plan, given.tensors, update_id)
             sealed = time.perf_counter()
             try:
                 manifest = WeightUpdateManifest(
@@ -279,6 +290,14 @@ class Publisher:
                 tensors, trainable, place=self.end.place, columns=self.end.columns
             )
         return self._plan
+
+    def _adapter_metadata(
+        self, spec: AdapterSpec, metadata: Mapping[str, JSONValue], table: TensorTable
+    ) -> dict[str, JSONValue]:
+        if self._paired != spec.digest + table.digest:
+            spec.pairs(dict(zip(table.names, table.shapes, strict=True)))
+            self._paired = spec.digest + table.digest
+        return spec.to_metadata(metadata)
 
     def _forget_old(self) -> None:
         """Keep the records bounded: the oldest released updates go first."""

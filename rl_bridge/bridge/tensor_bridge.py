@@ -26,6 +26,7 @@ from rl_bridge.bridge.publisher import ConsumerReport, Publisher
 from rl_bridge.errors import BridgeClosed, UnknownUpdate, WeightBridgeUnavailableError
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.lifecycle import STATUS, Observer, State
+from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.group import GroupManifest
@@ -159,23 +160,35 @@ class TensorBridge:
         weight_version: int,
         metadata: Mapping[str, JSONValue] | None = None,
         trainable: Iterable[str] | None = None,
+        adapter: str | AdapterSpec | None = None,
+        merged: bool = False,
+        base_root: str = "",
     ) -> WeightUpdateManifest:
         """Publish one complete version: a sealed snapshot that no later training step changes.
 
         Args:
-            source: an ``nn.Module``, a state dict, or an iterable of ``(name, tensor)`` pairs or of
-                `WeightChunk`, such as ``extractor.local()``. Tensors of any shape and strides, on
-                the CPU, or on the GPU over a transport that carries those; views travel with their
-                own bytes only, tied tensors once.
+            source: an ``nn.Module``, a state dict, an extractor, or an iterable of ``(name,
+                tensor)`` pairs or of `WeightChunk`, such as ``extractor.local()``. Tensors of any
+                shape and strides, on the CPU, or on the GPU over a transport that carries those;
+                views travel with their own bytes only, tied tensors once.
             weight_version: 0 or more, above every version that this publisher used before.
             metadata: JSON values of your own; ``metadata["layout"]`` is checked and filled.
             trainable: names that a training step changes, for the no-op detector; by default a
                 module's parameters that require gradients.
+            adapter: of a peft model, publish one LoRA adapter under this name, and nothing else: it
+                is peft's adapter of that name, or the only one. With tensors under the names of
+                PEFT's checkpoints, an `AdapterSpec` that belongs to them.
+            merged: of a peft model, publish the model's own weights with the adapters merged in;
+                the training weights stay as they are. The merged ones are made in new memory.
+            base_root: root of the base weights that the adapter was trained on: an engine with
+                another base refuses it. Empty: that is not checked.
 
         Returns:
             The manifest: send its `to_json` to the rollout side.
 
         Raises:
+            IncompatibleUpdate: a source that cannot be published, a peft model of which is not said
+                what is published, half of an adapter's pair.
             VersionNotMonotonic: the version is not above the last one.
             WeightBridgeUnavailableError: this transport cannot serve these tensors here.
             SlotsExhausted: consumers or unreleased updates hold every slot.
@@ -183,7 +196,13 @@ class TensorBridge:
 
         """
         return self.publisher.publish(
-            source, weight_version=weight_version, metadata=metadata, trainable=trainable
+            source,
+            weight_version=weight_version,
+            metadata=metadata,
+            trainable=trainable,
+            adapter=adapter,
+            merged=merged,
+            base_root=base_root,
         )
 
     def consumers(self) -> list[ConsumerReport]:

@@ -48,6 +48,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.groups.exchange import GroupExchange
 from rl_bridge.interrupts import deferred_interrupts
+from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, thaw
 from rl_bridge.manifest.compare import look_for_suspicion
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
@@ -59,6 +60,7 @@ from rl_bridge.manifest.parallel import Piece, Placement, WeightLayout
 from rl_bridge.manifest.table import collector_paused
 from rl_bridge.memory.packing import checked_block, dtype_name
 from rl_bridge.memory.tensors import TensorFacts
+from rl_bridge.trainers.base import WeightExtractor
 from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
 from rl_bridge.transports.base import checked_seconds
 
@@ -326,6 +328,7 @@ class _Run:
     version: int
     metadata: Mapping[str, JSONValue]
     trainable: Iterable[str] | None
+    adapter: AdapterSpec | None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     flags: frozenset[str] | None = None
     text: str = ""
@@ -383,20 +386,22 @@ class GroupPublisher:
     def publish(
         self,
         source: Source,
-        placements: Mapping[str, Placement],
+        placements: Mapping[str, Placement] | None = None,
         *,
         weight_version: int,
         metadata: Mapping[str, JSONValue] | None = None,
         trainable: Iterable[str] | None = None,
+        adapter: AdapterSpec | None = None,
     ) -> GroupManifest:
         """Publish this rank's part of one version, when all others publish theirs.
 
         Args:
-            source: this rank's own tensors: what `TensorBridge.publish` takes.
-            placements: where each of them lies in the whole tensors.
+            source: this rank's own tensors: an extractor, or what `TensorBridge.publish` takes.
+            placements: where each of them lies in the whole tensors; an extractor knows it.
             weight_version: the same on every rank, above what any of them used before.
             metadata: JSON values of your own; the group's are those of rank 0.
             trainable: as for `TensorBridge.publish`.
+            adapter: what belongs to the tensors if they are an adapter; an extractor knows it.
 
         Returns:
             The group's manifest, the same on every rank.
@@ -411,7 +416,7 @@ class GroupPublisher:
 
         """
         self._exchange.begin()
-        run = _Run(source, placements, weight_version, metadata or {}, trainable)
+        run = _Run(source, placements or {}, weight_version, metadata or {}, trainable, adapter)
         try:
             self._agree(run)
             self._commit(run)
@@ -554,6 +559,11 @@ class GroupPublisher:
 
     def _hello(self, run: "_Run") -> dict[str, JSONValue]:
         run.version = checked_version(run.version)
+        if isinstance(run.source, WeightExtractor):
+            run.placements = run.placements or run.source.placements()
+            run.adapter = run.adapter or run.source.adapter
+        if run.adapter is not None:
+            run.metadata = run.adapter.to_metadata(run.metadata)
         run.tensors = named_tensors(run.source)
         mine = self._mine if self._mine and self._mine.placements == run.placements else None
         if mine is None or not mine.has_placed(run.tensors):

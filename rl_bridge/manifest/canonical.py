@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from rl_bridge.errors import MalformedManifest
 
@@ -174,6 +174,12 @@ def plain(value: JSONValue, *, where: str) -> JSONValue:
 
     """
     return thaw(freeze(value, where=where))
+
+
+FrozenJSON = Annotated[
+    JSONValue, BeforeValidator(lambda value, info: freeze(value, where=info.field_name))
+]
+"""A field that holds any JSON value, frozen."""
 
 
 class Frozen(BaseModel):

@@ -109,6 +109,7 @@ class GroupManifest(WeightUpdateManifest):
         self._require_mapping("metadata")
         self._check_parts()
         self._check_digests()
+        self._check_adapter()
 
     def _check_parts(self) -> None:
         layout, world = self.layout, len(self.parts)
@@ -120,6 +121,13 @@ class GroupManifest(WeightUpdateManifest):
             raise RanksDisagree(msg)
         for rank, part in enumerate(self.parts):
             mine = part.weight_layout
+            if mine.kind != self._kind:
+                msg = (
+                    f"version {self.weight_version}: the part of rank {rank} is of kind "
+                    f"{mine.kind!r}, that of rank 0 of kind {self._kind!r}. Publish the same "
+                    "adapter from every rank, or the model's weights."
+                )
+                raise RanksDisagree(msg)
             found = (part.weight_version, mine.rank, mine.world_size)
             if found != (self.weight_version, rank, world):
                 msg = (
@@ -172,6 +180,10 @@ class GroupManifest(WeightUpdateManifest):
                 f"({len(wrong)} such tensors). It was altered: ask the publisher for it again."
             )
             raise DigestMismatch(msg)
+
+    @property
+    def _kind(self) -> str:
+        return self.parts[0].weight_layout.kind
 
     @property
     def group_id(self) -> str:

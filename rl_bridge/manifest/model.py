@@ -24,7 +24,6 @@ from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 import xxhash
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     Field,
     InstanceOf,
     StrictBytes,
@@ -37,28 +36,25 @@ from pydantic import (
 )
 
 from rl_bridge.errors import DigestMismatch, LayoutUnknown, MalformedManifest
+from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import (
     RESEND,
     Frozen,
+    FrozenJSON,
     JSONValue,
     canonical_json,
     decode_json,
-    freeze,
     malformed,
     thaw,
 )
 from rl_bridge.manifest.digest import text_digest
-from rl_bridge.manifest.parallel import WeightLayout, with_layout
+from rl_bridge.manifest.parallel import ADAPTER, WeightLayout, with_layout
 from rl_bridge.manifest.table import DescriptorMap, Layout, TensorTable
 
 _LAYOUT_KEY = ',"layout":'
 _WHITE = " \t\r\n"
 
 Identifier = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
-FrozenJSON = Annotated[
-    JSONValue, BeforeValidator(lambda value, info: freeze(value, where=info.field_name))
-]
-
 _Layout = TypeVar("_Layout", bound=Layout)
 _Handle = TypeVar("_Handle", bound=BaseModel)
 
@@ -450,6 +446,11 @@ class WeightUpdateManifest(Manifest):
                 f"{says} such list. {RESEND}"
             )
             raise MalformedManifest(msg)
+        self._check_adapter()
+
+    def _check_adapter(self) -> None:
+        """Check what the update says of itself as an adapter, if it is one."""
+        _ = self.adapter
 
     @property
     def tensors(self) -> Mapping[str, Any]:
@@ -470,6 +471,15 @@ class WeightUpdateManifest(Manifest):
     def weight_layout(self) -> WeightLayout:
         """``metadata["layout"]`` as an object; made together with the manifest."""
         return WeightLayout.from_metadata(self.metadata)
+
+    @property
+    def _kind(self) -> str:
+        return self.weight_layout.kind
+
+    @cached_property
+    def adapter(self) -> AdapterSpec | None:
+        """What belongs to the update if it holds an adapter; None if it holds a model's weights."""
+        return AdapterSpec.from_metadata(self.metadata) if self._kind == ADAPTER else None
 
     def parse_handle(self, kind: type[_Handle]) -> _Handle:
         """Read the handle as its transport's own kind.

@@ -20,7 +20,9 @@ from pydantic import StrictBool, StrictInt, StrictStr, ValidationError
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import Frozen, JSONValue, freeze, malformed
 
-_SUPPORTED_KINDS = frozenset({"full-state", "replicated"})
+ADAPTER = "adapter"
+"""The kind of an update that holds a LoRA adapter (`rl_bridge.manifest.adapter`)."""
+_SUPPORTED_KINDS = frozenset({"full-state", "replicated", ADAPTER})
 
 # Degrees that were added after the first users came. They are written only if they are not 1, so
 # that the metadata of a plain update stays as those users know it.

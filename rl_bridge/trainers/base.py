@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
+from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.manifest.table import collector_paused
 from rl_bridge.trainers.chunks import (
@@ -28,6 +29,7 @@ from rl_bridge.trainers.chunks import (
     wire_dtype,
     wire_name,
 )
+from rl_bridge.trainers.modules import Adapters, ModelNames, naming_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -214,20 +216,35 @@ class WeightExtractor(ABC):
     """
 
     def __init__(
-        self, *, chunk_nbytes: int = DEFAULT_CHUNK_NBYTES, keep_buffers: bool = False
+        self,
+        *,
+        adapters: Adapters | str = Adapters.MERGED,
+        adapter: str | None = None,
+        base_root: str = "",
+        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+        keep_buffers: bool = False,
     ) -> None:
         """Make an extractor.
 
         Args:
+            adapters: what is published of a model with peft adapters.
+            adapter: publish one adapter under this name, and nothing else. It is peft's adapter of
+                that name, or the only one that the model has.
+            base_root: root of the base weights that this adapter was trained on; empty if that is
+                not known.
             chunk_nbytes: bytes of one chunk, with all memory that making it takes.
             keep_buffers: `local` casts into the same memory in every update, and overwrites the
                 tensors of the last update. This takes the memory of this rank's part once more, but
                 no new page in later updates, and a bridge that publishes them need not plan anew.
 
         """
+        self._adapters = adapters
+        self._adapter = adapter
+        self._base_root = base_root
         self._chunk_nbytes = checked_threshold(chunk_nbytes)
         self._keep_buffers = bool(keep_buffers)
         self._known: list[RankTensor] | None = None
+        self._spec: AdapterSpec | None = None
         self._plans: dict[tuple[torch.dtype | None, bool], list[ChunkPlan]] = {}
 
     def metadata(self, dtype: torch.dtype | None = None) -> Mapping[str, WeightMetadata]:
@@ -272,6 +289,12 @@ class WeightExtractor(ABC):
             if one.is_trainable and one.local_shape is not None
         )
 
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """What belongs to the adapter that is published; None if it is a model's weights."""
+        self._all_known()
+        return self._spec
+
     def local(self, dtype: torch.dtype | None = None) -> Iterator[WeightChunk]:
         """Yield this rank's own parts; no collective. ``bridge.publish`` takes these chunks.
 
@@ -302,6 +325,12 @@ class WeightExtractor(ABC):
         """Look at the model anew, after its structure, names or layout were changed by hand."""
         self._known = None
         self._plans.clear()
+
+    def _naming_of(self, model: torch.nn.Module) -> ModelNames:
+        """How the tensors of `model` are called: what is published of it is decided here."""
+        names = naming_of(model, self._adapters, adapter=self._adapter, base_root=self._base_root)
+        self._spec = names.spec
+        return names
 
     # ---- what a subclass writes
 

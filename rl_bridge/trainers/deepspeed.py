@@ -14,7 +14,7 @@ from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.trainers.base import RankTensor, WeightExtractor
 from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES
 from rl_bridge.trainers.gather import flat_piece, whole_piece
-from rl_bridge.trainers.modules import Adapters, ModuleSlots, naming_of
+from rl_bridge.trainers.modules import Adapters, ModuleSlots
 
 
 class DeepSpeedWeightExtractor(WeightExtractor):
@@ -30,6 +30,8 @@ class DeepSpeedWeightExtractor(WeightExtractor):
         engine: Any,
         *,
         adapters: Adapters | str = Adapters.MERGED,
+        adapter: str | None = None,
+        base_root: str = "",
         chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
         keep_buffers: bool = False,
     ) -> None:
@@ -38,6 +40,8 @@ class DeepSpeedWeightExtractor(WeightExtractor):
         Args:
             engine: what ``deepspeed.initialize`` returned.
             adapters: what is published of a model with peft adapters.
+            adapter: publish one adapter under this name, and nothing else: see `WeightExtractor`.
+            base_root: root of the base weights that the adapter was trained on.
             chunk_nbytes: bytes of one chunk.
             keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
 
@@ -46,7 +50,13 @@ class DeepSpeedWeightExtractor(WeightExtractor):
             WeightBridgeUnavailableError: it cuts tensors or layers in a way that is not known here.
 
         """
-        super().__init__(chunk_nbytes=chunk_nbytes, keep_buffers=keep_buffers)
+        super().__init__(
+            adapter=adapter,
+            base_root=base_root,
+            adapters=adapters,
+            chunk_nbytes=chunk_nbytes,
+            keep_buffers=keep_buffers,
+        )
         if not hasattr(engine, "seq_data_parallel_group") or not hasattr(engine, "module"):
             msg = (
                 f"cannot extract from a {type(engine).__name__}, expected a DeepSpeed engine. Pass "
@@ -55,13 +65,12 @@ class DeepSpeedWeightExtractor(WeightExtractor):
             raise IncompatibleUpdate(msg)
         _require_plain(engine)
         self._engine = engine
-        self._adapters = adapters
         self._ranks = torch.distributed.get_process_group_ranks(engine.seq_data_parallel_group)
         self._number = self._ranks.index(torch.distributed.get_rank())
 
     def _tensors_known(self) -> Sequence[RankTensor]:
         model = self._engine.module
-        self._names = naming_of(model, self._adapters)
+        self._names = self._naming_of(model)
         self._slots = ModuleSlots(model, self._names)
         ties = self._slots.ties()
         return [

@@ -43,7 +43,6 @@ from rl_bridge.trainers.modules import (
     Naming,
     Slot,
     clean_name,
-    naming_of,
 )
 
 if TYPE_CHECKING:
@@ -258,6 +257,8 @@ class FSDPWeightExtractor(WeightExtractor):
         model: torch.nn.Module,
         *,
         adapters: Adapters | str = Adapters.MERGED,
+        adapter: str | None = None,
+        base_root: str = "",
         mesh: "DeviceMesh | None" = None,
         chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
         keep_buffers: bool = False,
@@ -267,6 +268,8 @@ class FSDPWeightExtractor(WeightExtractor):
         Args:
             model: after it was wrapped; peft may be around or inside.
             adapters: what is published of a model with peft adapters.
+            adapter: publish one adapter under this name, and nothing else: see `WeightExtractor`.
+            base_root: root of the base weights that the adapter was trained on.
             mesh: of all ranks that hold the model; by default the largest among its tensors'.
             chunk_nbytes: bytes of one chunk.
             keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
@@ -275,7 +278,13 @@ class FSDPWeightExtractor(WeightExtractor):
             IncompatibleUpdate: `model` is no module.
 
         """
-        super().__init__(chunk_nbytes=chunk_nbytes, keep_buffers=keep_buffers)
+        super().__init__(
+            adapter=adapter,
+            base_root=base_root,
+            adapters=adapters,
+            chunk_nbytes=chunk_nbytes,
+            keep_buffers=keep_buffers,
+        )
         given: object = model
         if not isinstance(given, torch.nn.Module):
             msg = (
@@ -283,7 +292,6 @@ class FSDPWeightExtractor(WeightExtractor):
             )
             raise IncompatibleUpdate(msg)
         self._model = model
-        self._adapters = adapters
         self._mesh = mesh
         self._units: list[FlatUnit] = []
         self._is_dtensor: list[bool] = []
@@ -294,7 +302,7 @@ class FSDPWeightExtractor(WeightExtractor):
     # ---- what is there
 
     def _tensors_known(self) -> Sequence[RankTensor]:
-        naming = self._names = naming_of(self._model, self._adapters)
+        naming = self._names = self._naming_of(self._model)
         self._splits = {}
         self._reshard()
         self._units = flat_units(self._model, naming)

@@ -6,13 +6,14 @@ engines know the names of the model itself. `naming_of` leads from the one to th
 """
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.manifest.adapter import PEFT_ROOT, AdapterSpec
 from rl_bridge.trainers.chunks import require_dense
 
 Naming = Callable[[str], str | None]
@@ -22,10 +23,24 @@ Naming = Callable[[str], str | None]
 class ModelNames:
     """How the tensors of one model are called; a `Naming`."""
 
-    def __init__(self, naming: Naming, layers: Mapping[str, torch.nn.Module]) -> None:
-        """Know the names, and the `layers` whose adapters must be merged."""
+    def __init__(
+        self,
+        naming: Naming,
+        layers: Mapping[str, torch.nn.Module],
+        *,
+        spec: AdapterSpec | None = None,
+    ) -> None:
+        """Know the names, and the `layers` whose adapters must be merged.
+
+        Args:
+            naming: gives each published name.
+            layers: name -> layer whose adapters must be merged.
+            spec: of the one adapter that is published, if that is all.
+
+        """
         self._naming = naming
         self._layers = layers
+        self.spec = spec
 
     def __call__(self, name: str) -> str | None:
         """The name that is published."""
@@ -38,13 +53,53 @@ class ModelNames:
             IncompatibleUpdate: merged weights are asked for, and the adapters are not merged.
 
         """
-        _require_merged(self._layers)
+        for name, _ in self._unmerged():
+            msg = (
+                f"the adapters of layer {clean_name(name)!r} are not merged into its weight, and "
+                "the weight without them is the frozen one. Call model.merge_adapter() before "
+                "each update and model.unmerge_adapter() after it, or publish one adapter "
+                '(adapter="NAME"), or pass adapters="only" or "base".'
+            )
+            raise IncompatibleUpdate(msg)
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """Weights with their adapters merged in, by path, where the model's own do not hold them.
+
+        The model's own stay as they are. For models that this process holds as a whole.
+
+        Raises:
+            IncompatibleUpdate: a layer whose merged weight is no sum, such as one of DoRA.
+
+        """
+        found = {}
+        for name, layer in self._unmerged():
+            base = getattr(layer, _PEFT_LAYER)
+            path, weight = f"{name}.{_PEFT_LAYER}.weight", base.weight
+            names = _active(layer)
+            if any(getattr(layer, "use_dora", {}).get(one) for one in names):
+                msg = (
+                    f"layer {clean_name(name)!r} has a weight-decomposed adapter (DoRA), which is "
+                    "not merged by adding. Call model.merge_adapter() before each update and "
+                    "model.unmerge_adapter() after it."
+                )
+                raise IncompatibleUpdate(msg)
+            with torch.no_grad():
+                total = weight.detach().clone()
+                for one in names:
+                    total += layer.get_delta_weight(one)
+            found[path] = total
+        return found
+
+    def _unmerged(self) -> Iterator[tuple[str, Any]]:
+        """Names and layers whose weight is the frozen one, although merged ones are published."""
+        for name, layer in self._layers.items():
+            if hasattr(layer, _PEFT_LAYER) and _active(layer) and not getattr(layer, "merged", 0):
+                yield name, layer
 
 
 # Words that wrappers put between two dots.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
-# peft's own root, and the layer that it wraps.
-_PEFT_ROOT = "base_model.model."
+# The layer that peft wraps.
 _PEFT_LAYER = "base_layer"
 _PEFT_SAVED = "modules_to_save"
 _PEFT_ORIGINAL = "original_module"
@@ -68,17 +123,29 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def naming_of(model: torch.nn.Module, adapters: Adapters | str = Adapters.MERGED) -> ModelNames:
+def naming_of(
+    model: torch.nn.Module,
+    adapters: Adapters | str = Adapters.MERGED,
+    *,
+    adapter: str | None = None,
+    base_root: str = "",
+) -> ModelNames:
     """How the tensors of `model` are called.
 
     Args:
         model: the module that holds them, wrapped or not.
         adapters: what is published of a peft model; others have no choice here.
+        adapter: name under which one adapter is published, and nothing else. It is peft's adapter
+            of that name; or the only one that the model has, whatever peft calls it.
+        base_root: root of the base weights that this adapter was trained on; empty if not known.
 
     Raises:
         ValueError: no such choice.
+        IncompatibleUpdate: the model has no such adapter.
 
     """
+    if adapter is not None:
+        return _names_of_adapter(model, adapter, base_root)
     try:
         wanted = Adapters(adapters)
     except ValueError:
@@ -94,6 +161,33 @@ def naming_of(model: torch.nn.Module, adapters: Adapters | str = Adapters.MERGED
     )
 
 
+def _names_of_adapter(model: torch.nn.Module, name: str, base_root: str) -> ModelNames:
+    configs: dict[str, Any] = {}
+    for module in model.modules():
+        found = getattr(module, "peft_config", None)
+        if isinstance(found, Mapping):
+            configs |= found
+    own = name if name in configs else next(iter(configs), "")
+    if name not in configs and len(configs) != 1:
+        msg = (
+            f"adapter={name!r}: the model has the peft adapters {sorted(configs)}, expected one of "
+            "that name, or one alone. Give the adapter's name, and pass a model that "
+            "peft.get_peft_model made."
+        )
+        raise IncompatibleUpdate(msg)
+    scalings = {
+        clean_name(path).removeprefix(PEFT_ROOT): float(layer.scaling[own])
+        for path, layer in model.named_modules()
+        if hasattr(layer, _PEFT_LAYER) and own in getattr(layer, "scaling", ())
+    }
+    spec = AdapterSpec.of_peft(
+        name, configs[own].to_dict(), scalings, scalings=scalings, base_root=base_root
+    )
+    return ModelNames(
+        lambda path: _peft_name(clean_name(path), Adapters.ONLY, {own}), {}, spec=spec
+    )
+
+
 def _is_adapted(module: torch.nn.Module) -> bool:
     """Whether this layer is peft's, in the place of another one."""
     return hasattr(module, _PEFT_LAYER) or (
@@ -104,18 +198,6 @@ def _is_adapted(module: torch.nn.Module) -> bool:
 def _active(layer: torch.nn.Module) -> list[str]:
     names = getattr(layer, "active_adapters", None) or getattr(layer, "active_adapter", [])
     return [names] if isinstance(names, str) else list(names)
-
-
-def _require_merged(layers: Mapping[str, torch.nn.Module]) -> None:
-    for name, layer in layers.items():
-        if hasattr(layer, _PEFT_LAYER) and _active(layer) and not getattr(layer, "merged", False):
-            msg = (
-                f"the adapters of layer {clean_name(name)!r} are not merged into its weight, and "
-                "the weight without them is the frozen one. Call model.merge_adapter() before "
-                'each update and model.unmerge_adapter() after it, or pass adapters="only" or '
-                '"base".'
-            )
-            raise IncompatibleUpdate(msg)
 
 
 def _peft_name(name: str, wanted: Adapters, active: set[str]) -> str | None:
@@ -134,7 +216,7 @@ def _peft_name(name: str, wanted: Adapters, active: set[str]) -> str | None:
     if _PEFT_ORIGINAL in parts and wanted is Adapters.MERGED:
         return None  # a trained copy of the module goes in its place
     own = {_PEFT_LAYER, _PEFT_SAVED, _PEFT_ORIGINAL} | (active if is_saved else set())
-    return ".".join(part for part in parts if part not in own).removeprefix(_PEFT_ROOT)
+    return ".".join(part for part in parts if part not in own).removeprefix(PEFT_ROOT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,22 +5,25 @@ or a mapping that this process holds as a whole, and reads it in every update.
 """
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
+from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.memory.tensors import plain_state
 from rl_bridge.trainers.base import RankTensor, WeightExtractor
 from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, WeightChunk, require_dense
 from rl_bridge.trainers.gather import whole_piece
-from rl_bridge.trainers.modules import Adapters, ModelNames, naming_of
+from rl_bridge.trainers.modules import Adapters, ModelNames
 
 _LOG = logging.getLogger(__name__)
 
-Source = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[object]
-"""What `publish` takes: a module, a state dict, or chunks, or pairs of name and tensor."""
+Source = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[object] | WeightExtractor
+"""What `publish` takes: a module, a state dict, chunks, pairs of name and tensor, an extractor."""
 
 # torch's key for what a module saves beside its tensors (Module.get_extra_state).
 _EXTRA = "_extra_state"
@@ -32,8 +35,8 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
     Args:
         source: an ``nn.Module`` (its state dict: parameters and persistent buffers), a mapping, a
             `WeightChunk`, or an iterable of chunks (such as ``extractor.local()``) or of ``(name,
-            tensor)`` pairs. An iterable must not write to a tensor again that it gave before: all
-            tensors are read at the end.
+            tensor)`` pairs; an extractor stands for its ``local()``. An iterable must not write to
+            a tensor again that it gave before: all tensors are read at the end.
 
     Raises:
         IncompatibleUpdate: something that is no tensor under a string name, or a tensor that was
@@ -41,7 +44,9 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
         DuplicateTensorName: a name came twice.
 
     """
-    if isinstance(source, torch.nn.Module):
+    if isinstance(source, WeightExtractor):
+        source = source.local()
+    elif isinstance(source, torch.nn.Module):
         plain = plain_state(source)
         if plain is not None:
             return plain
@@ -134,24 +139,10 @@ def _kept(pairs: Iterable[tuple[object, object]]) -> Iterator[tuple[object, obje
             raise IncompatibleUpdate(msg)
 
 
-def tensors_to_publish(
-    source: Source, declared: Iterable[str] | None
-) -> tuple[dict[str, torch.Tensor], frozenset[str] | None]:
-    """What `named_tensors` and `trainable_names` find in a source, which is read once.
-
-    Raises:
-        IncompatibleUpdate: as these two.
-        DuplicateTensorName: as `named_tensors`.
-
-    """
-    tensors = named_tensors(source)
-    return tensors, trainable_names(source, tensors, declared)
-
-
 def trainable_names(
     source: Source, tensors: Mapping[str, torch.Tensor], declared: Iterable[str] | None
 ) -> frozenset[str] | None:
-    """Names that training is expected to change: as declared, or a module's ``requires_grad`` ones.
+    """Names that training is expected to change: as declared, or those that require gradients.
 
     None if nothing is known: a plain state dict does not tell.
 
@@ -168,6 +159,8 @@ def trainable_names(
         except TypeError as error:
             msg = f"trainable={declared!r} holds no names: {error}. Pass a list of names."
             raise IncompatibleUpdate(msg) from error
+    if isinstance(source, WeightExtractor):
+        return source.trainable_names()
     if isinstance(source, torch.nn.Module):
         return frozenset(name for name, tensor in tensors.items() if tensor.requires_grad)
     return None
@@ -187,6 +180,8 @@ class StateDictExtractor(WeightExtractor):
         rank: int = 0,
         world_size: int = 1,
         adapters: Adapters | str = Adapters.MERGED,
+        adapter: str | None = None,
+        base_root: str = "",
         chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
         keep_buffers: bool = False,
     ) -> None:
@@ -197,6 +192,8 @@ class StateDictExtractor(WeightExtractor):
             rank: of this copy.
             world_size: how many copies there are.
             adapters: what is published of a model with peft adapters.
+            adapter: publish one adapter under this name, and nothing else: see `WeightExtractor`.
+            base_root: root of the base weights that the adapter was trained on.
             chunk_nbytes: bytes of one chunk.
             keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
 
@@ -205,7 +202,13 @@ class StateDictExtractor(WeightExtractor):
             ValueError: a rank outside the world.
 
         """
-        super().__init__(chunk_nbytes=chunk_nbytes, keep_buffers=keep_buffers)
+        super().__init__(
+            adapters=adapters,
+            adapter=adapter,
+            base_root=base_root,
+            chunk_nbytes=chunk_nbytes,
+            keep_buffers=keep_buffers,
+        )
         given: object = source
         if not isinstance(given, torch.nn.Module | Mapping):
             msg = (
@@ -220,7 +223,6 @@ class StateDictExtractor(WeightExtractor):
         self._source = source
         self._rank = rank
         self._owners = tuple(range(world_size))
-        self._adapters = adapters
         self._paths: list[str] = []
         self._tied: list[tuple[int, int]] = []
 
@@ -255,17 +257,19 @@ class StateDictExtractor(WeightExtractor):
 
     def _names(self) -> ModelNames:
         if isinstance(self._source, torch.nn.Module):
-            return naming_of(self._source, self._adapters)
+            return self._naming_of(self._source)
         return ModelNames(str, {})
 
     def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
-        self._naming.check()
         tensors = named_tensors(self._source)
         if len(tensors) != self._count or not tensors.keys() >= set(self._paths):
             return None
         found = [tensors[path] for path in self._paths]
         # Else a tensor whose tie was broken since would be published as the other one.
-        return None if any(found[one] is not found[first] for one, first in self._tied) else found
+        if any(found[one] is not found[first] for one, first in self._tied):
+            return None
+        merged = self._naming.merged()
+        return [merged.get(path, one) for path, one in zip(self._paths, found, strict=True)]
 
     def _fill(
         self,
@@ -275,3 +279,95 @@ class StateDictExtractor(WeightExtractor):
     ) -> None:
         for view, source in zip(views, sources, strict=True):
             view.copy_(tensors[source])  # type: ignore[arg-type]  # this process holds all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one publication was given: read once, nothing copied.
+
+    Attributes:
+        tensors: name -> tensor, the live tensors themselves.
+        trainable: names that training is expected to change; None if nothing is known.
+        spec: of the adapter that the tensors are; None if they are a model's weights.
+
+    """
+
+    tensors: dict[str, torch.Tensor]
+    trainable: frozenset[str] | None
+    spec: AdapterSpec | None = None
+
+
+class SourceReader:
+    """Reads what `publish` is given, version after version.
+
+    The extractor that a peft model is read by is kept while the same model comes again.
+    """
+
+    def __init__(self) -> None:
+        """Know no model yet."""
+        self._kept: tuple[weakref.ref[torch.nn.Module], object, WeightExtractor] | None = None
+
+    def read(
+        self,
+        source: "Source",
+        declared: Iterable[str] | None,
+        *,
+        adapter: str | AdapterSpec | None = None,
+        merged: bool = False,
+        base_root: str = "",
+    ) -> Given:
+        """Read a source. See `TensorBridge.publish`.
+
+        Raises:
+            IncompatibleUpdate: as `named_tensors` and `trainable_names`; a peft model of which is
+                not said what is published, or an adapter that cannot be found in the source.
+            DuplicateTensorName: as `named_tensors`.
+
+        """
+        if isinstance(adapter, str) or merged:
+            source = self._extractor(source, adapter, base_root, merged=merged)
+            adapter = None
+        elif adapter is None:
+            _require_choice(source)
+        if adapter is None and isinstance(source, WeightExtractor):
+            adapter = source.adapter
+        tensors = named_tensors(source)
+        return Given(tensors, trainable_names(source, tensors, declared), adapter)
+
+    def _extractor(
+        self, source: object, adapter: object, base_root: str, *, merged: bool
+    ) -> WeightExtractor:
+        if merged and adapter is not None:
+            msg = (
+                f"publish got adapter={adapter!r} and merged=True, expected one of them: the "
+                "adapter alone, or the model's own weights with it merged in. Leave one out."
+            )
+            raise IncompatibleUpdate(msg)
+        if not isinstance(source, torch.nn.Module):
+            said = "merged=True" if merged else f"adapter={adapter!r}"
+            msg = (
+                f"publish got {said} and a {type(source).__name__}, expected the peft model: other "
+                "sources do not tell its configuration. Pass the model, an extractor made with "
+                "adapter=, or adapter=AdapterSpec.inferred(...) with the tensors."
+            )
+            raise IncompatibleUpdate(msg)
+        options = (adapter, merged, base_root)
+        if self._kept is None or self._kept[0]() is not source or self._kept[1] != options:
+            name = adapter if isinstance(adapter, str) else None
+            made = StateDictExtractor(source, adapter=name, base_root=base_root)
+            self._kept = weakref.ref(source), options, made
+        return self._kept[2]
+
+
+def _require_choice(source: object) -> None:
+    """Refuse a peft model of which is not said what is published."""
+    inner = source.module if isinstance(source, DataParallel | DistributedDataParallel) else source
+    adapters = getattr(inner, "peft_config", None)
+    if isinstance(inner, torch.nn.Module) and isinstance(adapters, Mapping):
+        msg = (
+            f"the model has the peft adapters {sorted(adapters)}, and it is not said what of it is "
+            "published. Pass adapter='NAME' (the adapter alone, for engines that apply it), "
+            "merged=True (the model's own weights with the adapters merged in), or "
+            "StateDictExtractor(model, adapters='base') as the source (without them)."
+        )
+        raise IncompatibleUpdate(msg)

@@ -5,11 +5,18 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rl_bridge import (
+    DeepSpeedWeightExtractor,
+    FSDPWeightExtractor,
+    WeightExtractor,
+    make_weight_bridge,
+)
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.trainers.fsdp import FSDPWeightExtractor
+from tests.trainers_torch.counting import Collectives
+from tests.trainers_torch.publishing import publisher_at
 from tests.trainers_torch.worlds import as_lists, filled, full_report
 
 
@@ -69,6 +76,38 @@ def forgotten() -> str:
     except IncompatibleUpdate as error:
         return str(error)
     return "nothing"
+
+
+def adapter_extractor(trainer: str) -> WeightExtractor:
+    if trainer == "fsdp2":
+        return FSDPWeightExtractor(sharded(), adapter="policy")
+    if trainer == "fsdp1":
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        return FSDPWeightExtractor(FullyShardedDataParallel(adapted(), **options), adapter="policy")
+    # (It changes PATH for its process when it is imported.)
+    from tests.trainers.deepspeed_cases import engine
+
+    made = engine(int(trainer.removeprefix("zero")), model=adapted())
+    return DeepSpeedWeightExtractor(made, adapter="policy")
+
+
+def published_adapter(trainer: str, port: int) -> Any:
+    """The adapter as a group's version, and what this rank makes of it when it imports it."""
+    publisher = publisher_at(port)
+    extractor = adapter_extractor(trainer)
+    with Collectives() as asked:
+        manifest = publisher.publish(extractor, weight_version=1)
+    with make_weight_bridge("shared-memory") as bridge:
+        tensors = bridge.import_update(manifest)
+        found = {name: [str(t.dtype), list(t.shape), as_lists(t)] for name, t in tensors.items()}
+    torch.distributed.barrier()
+    publisher.bridge.close()
+    spec: Any = manifest.adapter
+    return {
+        "tensors": found,
+        "spec": [spec.name, spec.config["r"], spec.scaling],
+        "collectives": len(asked.names),
+    }
 
 
 def expected(adapters: str) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from rl_bridge import (
     ModuleInstallAdapter,
@@ -13,7 +14,9 @@ from rl_bridge import (
     WeightUpdateManifest,
     make_weight_bridge,
 )
+from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.hooks import StepPublisher
+from rl_bridge.testing.processes import free_port
 from rl_bridge.trainers import StateDictExtractor
 from tests.trainers import peft_cases
 from tests.trainers_torch.worlds import World, assembled
@@ -65,3 +68,93 @@ def test_a_hook_that_merges_around_each_update_sends_what_peft_itself_would_merg
                 assert executor.active_weight_version == step
                 expected = merged.state_dict()
                 assert all(t.equal(expected[name]) for name, t in engine.state_dict().items())
+
+
+# ---- an adapter alone, as a version of its own ---------------------------------------------------
+
+
+def test_a_published_adapter_is_what_peft_would_save_with_its_configuration() -> None:
+    model = peft_cases.adapted()
+    with make_weight_bridge("shared-memory") as bridge, make_weight_bridge("shared-memory") as it:
+        manifest = bridge.publish(model, weight_version=1, adapter="policy")
+        expected = get_peft_model_state_dict(model)
+        found = it.import_update(manifest)
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(one) for name, one in expected.items())
+        spec = manifest.adapter
+        assert spec is not None
+        assert (spec.name, spec.config["r"], spec.scaling) == ("policy", 2, 2.0)
+        assert list(spec.config["modules_to_save"]) == ["lm_head"]
+
+
+def test_scalings_are_those_that_the_layers_compute_with() -> None:
+    options = LoraConfig(
+        r=2,
+        lora_alpha=4,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        rank_pattern={"v_proj": 1},
+        alpha_pattern={"down_proj": 16},
+        use_rslora=True,
+    )
+    model = get_peft_model(peft_cases.base(), options)
+    spec = StateDictExtractor(model, adapter="policy").adapter
+    assert spec is not None
+    layers = {
+        name.removeprefix("base_model.model."): one.scaling["default"]
+        for name, one in model.named_modules()
+        if isinstance(getattr(one, "scaling", None), dict)
+    }
+    assert len(set(layers.values())) == 3
+    assert {name: spec.scaling_of(name) for name in layers} == layers
+
+
+def test_each_adapter_of_a_model_is_published_alone_under_its_own_name() -> None:
+    model = peft_cases.adapted()
+    model.add_adapter("other", LoraConfig(r=1, lora_alpha=3, target_modules=["v_proj"]))
+    with make_weight_bridge("local") as bridge:
+        other = bridge.publish(model, weight_version=1, adapter="other")
+        assert {name.split(".")[-3] for name in other.tensors} == {"v_proj"}
+        with pytest.raises(IncompatibleUpdate, match=r"'default', 'other'.*expected one of"):
+            bridge.publish(model, weight_version=2, adapter="policy")
+
+
+def test_a_peft_model_is_refused_until_it_is_said_what_of_it_is_published() -> None:
+    with (
+        make_weight_bridge("local") as bridge,
+        pytest.raises(IncompatibleUpdate, match=r"adapter='NAME'.*merged=True.*adapters='base'"),
+    ):
+        bridge.publish(peft_cases.adapted(), weight_version=1)
+
+
+def test_merged_weights_are_what_peft_would_merge_and_the_model_stays_as_it_is() -> None:
+    model = peft_cases.adapted()
+    before = copy.deepcopy(model.state_dict())
+    expected = copy.deepcopy(model).merge_and_unload().state_dict()
+    with make_weight_bridge("shared-memory") as bridge, make_weight_bridge("shared-memory") as it:
+        manifest = bridge.publish(model, weight_version=1, merged=True)
+        found = it.import_update(manifest)
+        assert manifest.adapter is None
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(one) for name, one in expected.items())
+    assert all(one.equal(before[name]) for name, one in model.state_dict().items())
+
+
+def test_a_decomposed_adapter_is_not_merged_by_adding() -> None:
+    options = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], use_dora=True)
+    model = get_peft_model(peft_cases.base(), options)
+    with (
+        make_weight_bridge("local") as bridge,
+        pytest.raises(IncompatibleUpdate, match=r"q_proj.*DoRA.*merge_adapter"),
+    ):
+        bridge.publish(model, weight_version=1, merged=True)
+
+
+@pytest.mark.parametrize("trainer", ["fsdp1", "fsdp2", "zero1", "zero3"])
+def test_ranks_publish_the_shards_of_an_adapter_as_one_version_without_a_gather(
+    two: World, trainer: str
+) -> None:
+    reports = two.run("published_adapter", trainer=trainer, port=free_port())
+    expected = peft_cases.expected("only")
+    assert [report["tensors"] for report in reports] == [expected, expected]
+    assert [report["spec"] for report in reports] == [["policy", 2, 2.0]] * 2
+    assert [report["collectives"] for report in reports] == [0, 0]
