@@ -76,11 +76,12 @@ class ModelNames:
             base = getattr(layer, _PEFT_LAYER)
             path, weight = f"{name}.{_PEFT_LAYER}.weight", base.weight
             names = _active(layer)
-            if any(getattr(layer, "use_dora", {}).get(one) for one in names):
+            is_sum = hasattr(layer, "get_delta_weight")
+            if not is_sum or any(getattr(layer, "use_dora", {}).get(one) for one in names):
                 msg = (
-                    f"layer {clean_name(name)!r} has a weight-decomposed adapter (DoRA), which is "
-                    "not merged by adding. Call model.merge_adapter() before each update and "
-                    "model.unmerge_adapter() after it."
+                    f"layer {clean_name(name)!r} has an adapter that is not merged by adding, such "
+                    "as a weight-decomposed one (DoRA). Call model.merge_adapter() before each "
+                    "update and model.unmerge_adapter() after it."
                 )
                 raise IncompatibleUpdate(msg)
             with torch.no_grad():
