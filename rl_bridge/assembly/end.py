@@ -349,7 +349,12 @@ def _assembled(group: GroupManifest, carried: Carried, plan: ReshardPlan) -> Wei
         weight_version=group.weight_version,
         transport=GROUP,
         created_at=group.created_at,
-        metadata={**group.metadata, "group_root": group.root, "wanted": plan.wanted_digest},
+        metadata={
+            **group.metadata,
+            "layout": {"kind": group.parts[0].weight_layout.kind},
+            "group_root": group.root,
+            "wanted": plan.wanted_digest,
+        },
         handle=dict(carried.handle),
         digests=carried.digests,
         table=plan.table,

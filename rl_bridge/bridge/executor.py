@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -108,6 +108,9 @@ class RolloutExecutor:
             self.bridge if isinstance(self.bridge, TensorBridge) else PlainConsumer(self.bridge)
         )
         self._engine = EngineState(bridge, adapter)
+        # The same engine as far as one LoRA adapter goes, by the adapter's name.
+        self._lora: dict[str, EngineState] = {}
+        self._acknowledged = self._engine  # which of them was updated last
         self._pending: Transaction | None = None  # neither over nor given up
         self._lock = threading.RLock()  # reentrant: hooks of the adapter may ask for a release
         self._pid = os.getpid()
@@ -138,6 +141,7 @@ class RolloutExecutor:
         with self._exclusively("update_weights", manifest):
             update = self._begin("update_weights", manifest)
             update.run(update.bring, update.stage, update.install, update.activate)
+            self._acknowledged = update.engine
             self._pending = None
             return update.tensors
 
@@ -159,10 +163,11 @@ class RolloutExecutor:
 
     def _begin(self, caller: str, given: object) -> Transaction:
         """A new update, after whatever came before it has ended."""
-        engine = self._engine
-        consumer = engine.consumer
         manifest = WeightUpdateManifest.of(given, caller=caller)
         self._give_up_pending()
+        spec = manifest.adapter
+        engine = self._engine if spec is None else self._lora_state(spec.name)
+        consumer = engine.consumer
         name = f"version {manifest.weight_version} (update {manifest.update_id})"
         if manifest.update_id == engine.update_id:
             msg = f"{name} is active already. Publish a later version."
@@ -200,9 +205,26 @@ class RolloutExecutor:
                 "later version."
             )
             pending.end(WeightUpdateRejectedError(msg))
-        changing = self._engine.changing
-        if changing is not None:
-            self._engine.note_torn(changing, "an interrupt stopped its install")
+        for engine in self._engines():
+            if engine.changing is not None:
+                engine.note_torn(engine.changing, "an interrupt stopped its install")
+
+    def _engines(self) -> list[EngineState]:
+        return [self._engine, *self._lora.values()]
+
+    def _lora_state(self, name: str) -> EngineState:
+        """What the engine holds of a LoRA adapter.
+
+        Raises:
+            IncompatibleUpdate: it takes a model's weights only.
+
+        """
+        if name not in self._lora:
+            adapter = self._engine.adapter.for_adapter(name)
+            made = EngineState(self._engine.bridge, adapter)
+            made.busy = self._engine.busy  # there is one engine
+            self._lora[name] = made
+        return self._lora[name]
 
     # ---- the engine -----------------------------------------------------------------------------
 
@@ -224,12 +246,31 @@ class RolloutExecutor:
     @property
     def last_ack(self) -> Acknowledgement | None:
         """What the last acknowledged update left behind: proof, timings, memory."""
-        return self._engine.last_ack
+        return self._acknowledged.last_ack
 
     @property
     def is_torn(self) -> bool:
         """Whether the engine is neither at its version nor at another: it must not serve."""
-        return self._engine.is_torn
+        return any(engine.is_torn for engine in self._engines())
+
+    def adapter_version(self, adapter: str) -> int | None:
+        """The version of a LoRA adapter that new requests ask for; None before the first."""
+        return self._lora[adapter].version if adapter in self._lora else None
+
+    def lora_request(self, adapter: str, version: int | None = None) -> Any:
+        """What a request names a LoRA adapter by, as the engine's own ``generate`` takes it.
+
+        Args:
+            adapter: its name.
+            version: one that is still resident; None is the active one.
+
+        Raises:
+            UnknownUpdate: the engine does not hold it.
+            IncompatibleUpdate: the engine takes a model's weights only.
+
+        """
+        with self._lock:
+            return self._lora_state(adapter).adapter.lora_request(version)
 
     def check_servable(self) -> None:
         """Tell whether the engine may answer requests.
@@ -250,24 +291,8 @@ class RolloutExecutor:
 
         """
         with self._between_updates() as is_inside:
-            engine = self._engine
-            if not is_inside and engine.adapter.take_over():
-                engine.note_healed()
-                engine.note_taken()
-            if not engine.is_torn:
-                engine.check_owner()
-                return
-            manifest, _ = engine.last_torn
-            try:
-                engine.undo()
-            except Exception as error:
-                msg = (
-                    f"recover: the undo of version {manifest.weight_version} failed again: "
-                    f"{describe(error)}. The engine must not serve: mend the cause and call "
-                    "recover() once more, or install a later version in full."
-                )
-                raise TornEngine(msg) from error
-            engine.note_healed()
+            for engine in self._engines():
+                _recover(engine, is_inside=is_inside)
 
     @deferred_interrupts()
     def release_weights(self) -> None:
@@ -287,7 +312,8 @@ class RolloutExecutor:
         """
         update_id = update_id_of(update_id, caller="release_weight_update")
         with self._between_updates():
-            self._engine.release(update_id)
+            owners = [engine for engine in self._lora.values() if engine.update_id == update_id]
+            (owners or [self._engine])[0].release(update_id)
 
     @contextmanager
     def _between_updates(self) -> Iterator[bool]:
@@ -317,8 +343,11 @@ class RolloutExecutor:
             self._is_closing = True
             try:
                 self.release_weights()
-                self._engine.release_superseded()
-                self._engine.adapter.leave()
+                for engine in self._engines():
+                    if engine.update_id is not None:
+                        engine.release(engine.update_id)
+                    engine.release_superseded()
+                    engine.adapter.leave()
             finally:
                 self._engine.bridge.give_up(self)
                 if self._own_bridge is not None:
@@ -337,6 +366,27 @@ class RolloutExecutor:
         if self._is_closing:
             msg = "this executor is closed. Make a new one."
             raise BridgeClosed(msg)
+
+
+def _recover(engine: EngineState, *, is_inside: bool) -> None:
+    """Undo what tore an engine, or take it over. See `RolloutExecutor.recover`."""
+    if not is_inside and engine.adapter.take_over():
+        engine.note_healed()
+        engine.note_taken()
+    if not engine.is_torn:
+        engine.check_owner()
+        return
+    manifest, _ = engine.last_torn
+    try:
+        engine.undo()
+    except Exception as error:
+        msg = (
+            f"recover: the undo of version {manifest.weight_version} failed again: "
+            f"{describe(error)}. The engine must not serve: mend the cause and call "
+            "recover() once more, or install a later version in full."
+        )
+        raise TornEngine(msg) from error
+    engine.note_healed()
 
 
 # ---- in steps ------------------------------------------------------------------------------------
@@ -412,7 +462,8 @@ class TwoPhaseExecutor(RolloutExecutor):
                 msg = f"{pending.name} is imported and not prepared. Call prepare_weights first."
                 raise IllegalTransition(msg)
             pending.run(pending.install, pending.activate)
-            return self.shared_weights
+            self._acknowledged = pending.engine
+            return pending.tensors
 
     @deferred_interrupts()
     def abort_weights(self, update: UpdateRef, reason: str) -> None:
@@ -539,6 +590,10 @@ class _NoEngine(TransactionalAdapter):
 
     def release(self, update_id: str) -> None:
         """Nothing is kept."""
+
+    def for_adapter(self, name: str) -> TransactionalAdapter:  # noqa: ARG002 - of any name
+        """The imported mapping is what serves, of a LoRA adapter too."""
+        return _NoEngine()
 
 
 def _name(given: object) -> str:

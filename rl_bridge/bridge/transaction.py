@@ -92,6 +92,7 @@ class Transaction:
         installed: what goes into the engine: the update, or what was assembled of its parts.
         tensors: as imported; empty before.
         step: how far it got.
+        engine: where it goes.
 
     """
 
@@ -117,7 +118,7 @@ class Transaction:
         self.manifest = self.installed = manifest
         self.tensors = _NOT_IMPORTED
         self.step = Step.IMPORT
-        self._engine = engine
+        self.engine = engine
         self._adapter = engine.adapter
         self._imports_itself = engine.adapter.imports_itself
         self._scope = Scope.LEASE if self._imports_itself else Scope.ALL
@@ -164,7 +165,7 @@ class Transaction:
         The bytes are verified here, or in `stage` by the processes of an engine that imports them
         itself.
         """
-        manifest, previous = self.manifest, self._engine.active
+        manifest, previous = self.manifest, self.engine.active
         self.tensors = self._consumer.import_update(manifest, scope=self._scope)
         if not self._imports_itself and isinstance(self.tensors, ImportedTensors):
             self.installed = manifest = self.tensors.manifest or manifest
@@ -196,14 +197,14 @@ class Transaction:
             else:
                 clock.leave("verify")  # that of this process; the engine's is inside of `prepare`
             clock.split("prepare", adapter.phases_ms)
-        if manifest.update_id not in self._engine.torn_by:
+        if manifest.update_id not in self.engine.torn_by:
             self._consumer.advance(manifest.update_id, Event.STAGE)
         self.step = Step.PREPARED
 
     def install(self) -> None:
         """Install, prove, let the engine serve it, acknowledge."""
         manifest, adapter, clock = self.installed, self._adapter, self._clock
-        self.step, self._engine.changing = Step.INSTALL, manifest
+        self.step, self.engine.changing = Step.INSTALL, manifest
         clock.start()
         adapter.install(manifest, self.tensors)
         clock.stop("install")
@@ -221,8 +222,8 @@ class Transaction:
 
     def activate(self) -> None:
         """Make the acknowledged update the active one, and release what was before."""
-        self._engine.activate(self.installed, self.tensors)
-        self._engine.last_ack = ack = self._acknowledgement()
+        self.engine.activate(self.installed, self.tensors)
+        self.engine.last_ack = ack = self._acknowledgement()
         self.step = Step.OVER
         total = ack.timings_ms.get("total", 0.0)
         _LOG.info("version %d is active: %s, %.1f ms", ack.weight_version, ack.proof.method, total)
@@ -268,7 +269,7 @@ class Transaction:
                 f"this stopped the install of version {manifest.weight_version}; the engine is "
                 "torn: call recover().",
             )
-            self._engine.note_torn(manifest, f"{describe(error)} stopped its install")
+            self.engine.note_torn(manifest, f"{describe(error)} stopped its install")
 
     def _refuse(self, error: BaseException, step: Step) -> None:
         """It failed before a byte of the engine changed."""
@@ -278,28 +279,28 @@ class Transaction:
                 self._adapter.abandon()
             except Exception:  # noqa: BLE001 - logged in full; the caller gets the first failure
                 _LOG.exception("abandon failed for version %d", manifest.weight_version)
-            self._engine.check_owner()
+            self.engine.check_owner()
         if self.tensors is not _NOT_IMPORTED or (
             self._is_imported_here and self._consumer.state(manifest.update_id) in _IMPORTED
         ):
             # An engine that is gone says nothing of the update: a fresh one may take it.
             may_come_again = isinstance(error, EngineLost) or is_shortage(error)
-            self._engine.note_refused(manifest, error, may_come_again=may_come_again)
+            self.engine.note_refused(manifest, error, may_come_again=may_come_again)
 
     def _undo(self, error: BaseException) -> None:
         """It failed while or after the engine changed: bring it back, or declare it torn."""
         manifest = self.manifest
         try:
-            self._engine.undo()
+            self.engine.undo()
         except SessionRefused as second:
             # Whoever has the engine now ends what was left in it; nothing is torn for this side.
-            self._engine.note_healed()
-            self._engine.note_taken()
-            self._engine.note_undone(manifest, second, may_come_again=True)
+            self.engine.note_healed()
+            self.engine.note_taken()
+            self.engine.note_undone(manifest, second, may_come_again=True)
             self._forget()
             raise second from error
         except Exception as second:  # noqa: BLE001 - reported by a `TornEngine`
-            self._engine.note_torn(manifest, f"{describe(error)}; undo: {describe(second)}")
+            self.engine.note_torn(manifest, f"{describe(error)}; undo: {describe(second)}")
             add_note(error, f"the undo failed too ({describe(second)}); the engine is torn.")
             msg = (
                 f"version {manifest.weight_version} failed to install ({describe(error)}) and "
@@ -308,20 +309,20 @@ class Transaction:
             )
             raise TornEngine(msg) from error
         except BaseException as second:
-            self._engine.note_torn(manifest, f"{describe(error)}; undo: {describe(second)}")
+            self.engine.note_torn(manifest, f"{describe(error)}; undo: {describe(second)}")
             add_note(
                 second,
                 f"this stopped the undo of version {manifest.weight_version}; the engine is torn: "
                 "call recover().",
             )
             raise
-        self._engine.note_undone(manifest, error, may_come_again=is_shortage(error))
+        self.engine.note_undone(manifest, error, may_come_again=is_shortage(error))
 
     def _forget(self) -> None:
         """Give a refused update's memory back, although the frames of its exception hold it."""
         # Where the bridge did not take the refusal, it is another one's import.
         is_refused = self._consumer.state(self.manifest.update_id) in _OVER
-        if not is_refused or self.manifest.update_id in self._engine.torn_by:
+        if not is_refused or self.manifest.update_id in self.engine.torn_by:
             return
         if isinstance(self.tensors, ImportedTensors):
             self.tensors.forget()

@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 
 Payload = Mapping[str, Any]
 
-_ATTRIBUTE = "_rl_bridge_rank"
+_ATTRIBUTE = "_rl_bridge_ranks"
 
 
 class Stage(StrEnum):
@@ -151,6 +151,11 @@ class EngineRank:
     def is_begun(self) -> bool:
         """Whether the model may be a mixture, or holds what is not committed."""
         return self.stage not in {Stage.IDLE, Stage.PREPARED}
+
+    @property
+    def active_root(self) -> str:
+        """Root of what was committed last; empty if nothing was."""
+        return "" if self._active is None else self._active.root
 
     def takes_load_of(self, driver: str) -> bool:
         """Whether the engine's own loader is being fed now, by that driver."""
@@ -483,21 +488,24 @@ class EngineRank:
         self.stage = Stage.IDLE
 
 
-def rank_of(model: torch.nn.Module, make_host: Callable[[], RankHost]) -> EngineRank:
+def rank_of(
+    model: torch.nn.Module, make_host: Callable[[], RankHost], adapter: str = ""
+) -> EngineRank:
     """The rank whose model this is, made with the first call.
 
-    The model keeps it, so that both go together.
+    The model keeps it, so that both go together. For each of its adapters it has another one, with
+    a session and versions of its own; an empty name is for the model's weights.
     """
-    rank = known_rank(model)
-    if rank is None:
-        rank = vars(model)[_ATTRIBUTE] = EngineRank(make_host())
-    return rank
+    ranks: dict[str, EngineRank] = vars(model).setdefault(_ATTRIBUTE, {})
+    if adapter not in ranks:
+        ranks[adapter] = EngineRank(make_host())
+    return ranks[adapter]
 
 
 def known_rank(model: torch.nn.Module) -> EngineRank | None:
     """The rank whose model this is, if anybody asked for it before."""
-    rank: EngineRank | None = vars(model).get(_ATTRIBUTE)
-    return rank
+    ranks: dict[str, EngineRank] = vars(model).get(_ATTRIBUTE, {})
+    return ranks.get("")
 
 
 # ---- calls of the driver ------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from rl_bridge.errors import IncompatibleUpdate, UnknownUpdate
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.tensors import not_plain
 
@@ -173,6 +174,30 @@ class TransactionalAdapter(ABC):
         asked after a refusal, an undo and `take_over`; then the executor holds no version.
         """
         return False
+
+    def for_adapter(self, name: str) -> "TransactionalAdapter":
+        """What brings versions of a LoRA adapter of that name into the engine, beside its weights.
+
+        Raises:
+            IncompatibleUpdate: the engine takes a model's weights only.
+
+        """
+        msg = (
+            f"the update holds LoRA adapter {name!r}, and a {type(self).__name__} installs a "
+            "model's weights, expected an engine that applies adapters. Publish it merged into "
+            "the model's weights: merged=True."
+        )
+        raise IncompatibleUpdate(msg)
+
+    def lora_request(self, version: int | None) -> Any:
+        """What requests name a version by, where it is a LoRA adapter that this installs.
+
+        Raises:
+            UnknownUpdate: the engine does not hold it.
+
+        """
+        msg = f"{type(self).__name__} knows of no version {version} that requests could name."
+        raise UnknownUpdate(msg)
 
     @abstractmethod
     def release(self, update_id: str) -> None:

@@ -359,7 +359,7 @@ class FaultyWorker:
         """Let a rank stand where it exchanged and has not proven yet."""
         if rank == self.rank:
             state: Any = self
-            known = vars(state.model_runner.get_model())["_rl_bridge_rank"]
+            known = vars(state.model_runner.get_model())["_rl_bridge_ranks"][""]
             known._proof, known.stage = None, Stage.INSTALLING
 
     def halt_in_exchange(self, marks: str) -> None:

@@ -87,7 +87,7 @@ _ADAPTED = {
     "mlp.up_proj": (128, 256),
     "mlp.down_proj": (256, 128),
 }
-_ADAPTER = {
+ADAPTER = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
     "r": 8,
@@ -135,7 +135,7 @@ class Checkpoints:
         home = self.root / f"adapter{number}"
         home.mkdir(exist_ok=True)
         save_file(_adapter(number), home / "adapter_model.safetensors")
-        (home / "adapter_config.json").write_text(json.dumps(_ADAPTER), "utf-8")
+        (home / "adapter_config.json").write_text(json.dumps(ADAPTER), "utf-8")
         return str(home)
 
 

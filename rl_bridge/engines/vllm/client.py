@@ -48,6 +48,10 @@ class VLLMClient(EngineClient):
     def stop(self, mode: str) -> None:
         """Pause the scheduler by one of vLLM's modes."""
 
+    @abstractmethod
+    def adapters_in_use(self) -> frozenset[int]:
+        """Ids of the LoRA adapters that requests under way ask for, those that wait included."""
+
     def pause(self, mode: str | None, *, undoes: bool = False) -> None:
         """Stop scheduling: ``keep`` freezes requests, ``wait`` ends them, ``abort`` aborts them."""
         if mode is None or (undoes and mode == "wait"):
@@ -104,6 +108,12 @@ class _LocalClient(VLLMClient):
     def replicas(self) -> int:
         """How many data-parallel replicas there are. See `EngineClient`."""
         return int(self._core.vllm_config.parallel_config.data_parallel_size)
+
+    def adapters_in_use(self) -> frozenset[int]:
+        """Ids of the LoRA adapters that requests ask for: all of them were sent from here."""
+        requests = list(self._core.output_processor.request_states.values())
+        asked = [one.lora_request for one in requests]
+        return frozenset(one.lora_int_id for one in asked if one is not None)
 
     def reset_encoder_cache(self) -> None:
         """Drop what was made of images and other media."""
@@ -316,6 +326,14 @@ class ServerClient(VLLMClient):
                 raise self._strange("get_world_size", told)
             sizes.append(size)
         return sizes[0] // sizes[1]
+
+    def adapters_in_use(self) -> frozenset[int]:
+        """Refuse: a server does not tell."""
+        msg = (
+            f"the server at {self._server} does not tell which adapters its requests ask for, so "
+            "versions of an adapter cannot be kept apart there. Drive an LLM or an AsyncLLM."
+        )
+        raise WeightBridgeUnavailableError(msg)
 
     def stop(self, mode: str) -> None:
         """Pause the scheduler."""

@@ -17,12 +17,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_bridge.bridge.executor import RolloutExecutor
+from rl_bridge.engines.adapters import AdapterDriver
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
 from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
 from rl_bridge.engines.staging import Staging, checked_budget, checked_staging
-from rl_bridge.engines.vllm.client import LLMClient, connect
+from rl_bridge.engines.vllm import require
+from rl_bridge.engines.vllm.client import LLMClient, VLLMClient, connect
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
+
+# Versions of an adapter that stay resident while nothing is installed: the active one and the one
+# before, which a request may have been made for that was not sent yet.
+_KEPT_VERSIONS = 2
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What happens to running requests: they freeze, are waited for, or are aborted."""
@@ -120,6 +126,36 @@ class VLLMEngineAdapter(EngineDriver):
             options["transports"] = checked_transports(transports)
         client = connect(engine, timeout_s=timeout_s)
         super().__init__(client, serving=serving, options=options, take_over=take_over)
+        self._bridges = {one: options[one] for one in ("transports",) if one in options}
+
+    def for_adapter(self, name: str) -> "VLLMAdapterDriver":
+        """What brings versions of a LoRA adapter into the engine, beside its weights."""
+        assert isinstance(self.client, VLLMClient)  # as `connect` made it
+        return VLLMAdapterDriver(
+            self.client,
+            name,
+            used=self.client.adapters_in_use,
+            options=self._bridges,
+            keep=_KEPT_VERSIONS,
+            take_over=self._takes_over,
+        )
+
+
+class VLLMAdapterDriver(AdapterDriver):
+    """Installs versions of one LoRA adapter into a vLLM engine: see `VLLMEngineAdapter`."""
+
+    def lora_request(self, version: int | None) -> Any:
+        """The ``LoRARequest`` of a resident version; None is the active one.
+
+        Its name has the version, since vLLM takes requests of one name for the same adapter.
+
+        Raises:
+            UnknownUpdate: the engine does not hold it.
+
+        """
+        one = self.resident(version)
+        kind = require("vllm.lora.request").LoRARequest
+        return kind(lora_name=one.label, lora_int_id=one.number, lora_path=one.path)
 
 
 class VLLMWeightLoader(ExecutorWeightLoader):

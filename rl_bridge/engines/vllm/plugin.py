@@ -60,8 +60,10 @@ def _call(worker: Any, verb: str, payload: dict[str, Any] | None = None) -> dict
     from rl_bridge.engines.rank import answer
     from rl_bridge.engines.vllm.host import vllm_rank
 
-    rank = vllm_rank(worker.model_runner.get_model(), worker.vllm_config)
-    return answer(rank, verb, {} if payload is None else payload)
+    given = {} if payload is None else payload
+    adapter = str(given.get("adapter", ""))
+    rank = vllm_rank(worker.model_runner.get_model(), worker.vllm_config, adapter)
+    return answer(rank, verb, given)
 
 
 def _together(name: str) -> Callable[..., Any]:

@@ -1,0 +1,370 @@
+"""Adapters in an engine: each one is a stream of versions of its own beside the engine's weights.
+
+The transaction is that of a model's weights (`rl_bridge.engines.driver`, `rl_bridge.engines.rank`):
+a session, all ranks or none, proof, undo. What differs is what a version is in the engine. It is
+staged in a free place of the engine's, under an id and a path that no other version has: nothing
+waits for it, and no request can meet it before it is committed. From the commit on, new requests
+ask for it; those that began under an older version end under that one. An older version stays
+*resident* until the engine has no request of it left and its place is wanted:
+`AdapterDriver.retire`.
+"""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rl_bridge.engines.driver import EngineDriver
+from rl_bridge.engines.load_checks import check_finite
+from rl_bridge.engines.rpc import EngineClient, Replies, Reply
+from rl_bridge.engines.serving import ServingOptions
+from rl_bridge.errors import ChecksumMismatch, IncompatibleUpdate, ProofFailed, UnknownUpdate
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.manifest.adapter import AdapterSpec, LoRAPair
+from rl_bridge.manifest.compare import mismatch
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.views import ImportedTensors, anonymous_pin
+
+_LOG = logging.getLogger(__name__)
+# Ids of ours are above those that people count by hand, and fit into 31 bits.
+_FIRST_ID = 1 << 30
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A version of an adapter that an engine holds.
+
+    Attributes:
+        adapter: its name.
+        weight_version: its version.
+        update_id: the update that brought it.
+
+    """
+
+    adapter: str
+    weight_version: int
+    update_id: str
+
+    @property
+    def number(self) -> int:
+        """The id by which the engine knows it: the same on all ranks, and of no other version."""
+        return _FIRST_ID | int(self.update_id[:8], 16) % _FIRST_ID
+
+    @property
+    def label(self) -> str:
+        """The name by which the engine knows it, such as ``policy@7``."""
+        return f"{self.adapter}@{self.weight_version}"
+
+    @property
+    def path(self) -> str:
+        """Stands for a file of this version, where an engine asks for one; there is none."""
+        return f"/rl_bridge/{self.adapter}/{self.update_id}"
+
+
+# ---- in a rank -----------------------------------------------------------------------------------
+
+
+class AdapterInstaller(TransactionalAdapter):
+    """Brings versions of one adapter into one rank of an engine. Call it between two steps.
+
+    An engine supplies where a version goes, and how it is read back.
+    """
+
+    staging = "beside"
+
+    def __init__(self) -> None:
+        """Begin without a version."""
+        self.residents: dict[str, Resident] = {}
+        self.serving: str | None = None
+        """The update whose version new requests ask for."""
+        self._staged: Resident | None = None
+        self._manifest: WeightUpdateManifest | None = None
+        self._copies: dict[str, BytePlan] = {}
+
+    # ---- what an engine has of its own ----------------------------------------------------------
+
+    @abstractmethod
+    def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair], others: Sequence[str]) -> None:
+        """Refuse what this engine cannot serve, by name.
+
+        Raises:
+            IncompatibleUpdate: a module that it does not adapt, a rank that is too large, tensors
+                that belong to no pair.
+
+        """
+
+    @abstractmethod
+    def stage(
+        self, version: Resident, spec: AdapterSpec, pairs: Sequence[LoRAPair], tensors: Tensors
+    ) -> None:
+        """Put a version into a free place; on failure nothing of it is left there.
+
+        Args:
+            version: under whose number, label and path.
+            spec: what it says of itself.
+            pairs: its matrices.
+            tensors: a private copy of the update, which may be kept.
+
+        Raises:
+            SlotsExhausted: there is no free place.
+
+        """
+
+    @abstractmethod
+    def read(self, version: Resident) -> int:
+        """Read all of a version's place, and compare it with what the update says.
+
+        Returns:
+            Bytes that were read.
+
+        Raises:
+            ProofFailed: it holds something else.
+
+        """
+
+    @abstractmethod
+    def drop(self, version: Resident) -> None:
+        """Free a version's place; one that is not there is ignored."""
+
+    def places(self) -> int:
+        """How many versions may be resident at a time."""
+        return 1
+
+    # ---- the steps ------------------------------------------------------------------------------
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
+        """Copy, verify and stage a version; no request can ask for it yet.
+
+        Raises:
+            IncompatibleUpdate: it is no adapter, or one that this engine cannot serve.
+            ChecksumMismatch: the copied bytes are not what was published.
+            SlotsExhausted: there is no free place.
+
+        """
+        self.abandon()
+        spec = manifest.adapter
+        if spec is None:
+            msg = (
+                f"version {manifest.weight_version} holds a model's weights, expected an adapter. "
+                "Publish it with adapter=."
+            )
+            raise IncompatibleUpdate(msg)
+        table = manifest.table
+        shapes = dict(zip(table.names, table.shapes, strict=True))
+        pairs = spec.pairs(shapes)
+        self.check(spec, pairs, spec.others(shapes))
+        own = self._copied(manifest, tensors)
+        check_finite(own, own)
+        version = Resident(spec.name, manifest.weight_version, manifest.update_id)
+        numbers = {one.number: one for one in self.residents.values()}
+        if version.number in numbers:
+            msg = (
+                f"version {version.weight_version} would have the engine's id of version "
+                f"{numbers[version.number].weight_version}. Publish it again: it gets another one."
+            )
+            raise IncompatibleUpdate(msg)
+        self.stage(version, spec, pairs, own)
+        self._staged, self._manifest = version, manifest
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
+        """Nothing moves: the version has its place already."""
+        if self._staged is None:
+            self.prepare(manifest, tensors)
+
+    def prove(self) -> InstallProof:
+        """Read what the engine holds of the version."""
+        if self._staged is None or self._manifest is None:
+            msg = "nothing was staged that could be proven. Call prepare first."
+            raise ProofFailed(msg)
+        return InstallProof(
+            method="digest",
+            root=self._manifest.root,
+            digested_nbytes=self.read(self._staged),
+            tensors=self._manifest.tensor_count,
+            staging=self.staging,
+        )
+
+    def undo(self) -> None:
+        """Free the place; the version before serves on."""
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Free the place of what was staged and not committed."""
+        version, self._staged, self._manifest = self._staged, None, None
+        if version is not None:
+            self.drop(version)
+
+    def commit(self) -> None:
+        """New requests ask for the staged version from now on."""
+        if self._staged is not None:
+            self.residents[self._staged.update_id] = self._staged
+            self.serving = self._staged.update_id
+        self._staged = self._manifest = None
+
+    def release(self, update_id: str) -> None:
+        """The engine has memory of its own."""
+
+    def retire(self, update_ids: Sequence[str]) -> None:
+        """Free the places of versions that nobody asks for; the serving one stays."""
+        for update_id in update_ids:
+            if update_id != self.serving and (version := self.residents.pop(update_id, None)):
+                self.drop(version)
+
+    def facts(self) -> Reply:
+        """What `describe` tells beside the update."""
+        return {
+            "residents": [asdict(one) for one in self.residents.values()],
+            "serving": self.serving,
+            "places": self.places(),
+        }
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _copied(self, manifest: WeightUpdateManifest, tensors: Tensors) -> ImportedTensors:
+        """A private copy, digested in the pass that makes it: nobody writes to it afterwards.
+
+        The imported memory is the trainer's: engines scale matrices in place.
+        """
+        assert isinstance(tensors, ImportedTensors)
+        table = manifest.table
+        plan = self._copies.get(table.digest)
+        if plan is None:
+            self._copies = {table.digest: (plan := BytePlan(table.nbytes_column))}
+        own = ImportedTensors(table, anonymous_pin(table.arena_nbytes))
+        found = plan.copy_digest(tensors.addresses, own.addresses)
+        if found != manifest.digests:
+            raise ChecksumMismatch(mismatch(manifest, found))
+        return own
+
+
+# ---- the driver ----------------------------------------------------------------------------------
+
+
+class AdapterClient(EngineClient):
+    """An engine as its ranks are asked about one adapter: nothing is paused or dropped for it."""
+
+    def __init__(self, engine: EngineClient, adapter: str) -> None:
+        """Ask by another client, whose connection stays its own."""
+        super().__init__(engine.timeout_s)
+        self._engine = engine
+        self._adapter = adapter
+
+    def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
+        """Ask all ranks. See `EngineClient`."""
+        return self._engine.call(verb, {**payload, "adapter": self._adapter}, timeout_s)
+
+    def replicas(self) -> int:
+        """How many replicas there are. See `EngineClient`."""
+        return self._engine.replicas()
+
+    def pause(self, mode: str | None, *, undoes: bool = False) -> None:
+        """Nothing waits for an adapter."""
+
+    def resume(self) -> None:
+        """Nothing waits for an adapter."""
+
+    def drop_caches(self, policy: str | None) -> str:  # noqa: ARG002 - of any policy
+        """Nothing: what was cached is kept apart by each version's name and path."""
+        return ""
+
+
+class AdapterDriver(EngineDriver):
+    """Installs versions of one adapter into an engine, on all of its ranks or on none.
+
+    Attributes:
+        adapter: its name.
+
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        adapter: str,
+        *,
+        used: Callable[[], AbstractSet[int]],
+        options: Mapping[str, Any],
+        keep: int,
+        take_over: bool = False,
+    ) -> None:
+        """Configure; the engine is not called.
+
+        Args:
+            client: calls the engine's ranks.
+            adapter: name of the adapter.
+            used: tells the engine's ids of the adapters that its requests under way ask for.
+            options: of the ranks' bridges; plain JSON.
+            keep: most versions that stay resident while nothing is installed.
+            take_over: as for `EngineDriver`.
+
+        """
+        serving = ServingOptions(pause=None, cache="keep", label=None)
+        super().__init__(
+            AdapterClient(client, adapter), serving=serving, options=options, take_over=take_over
+        )
+        self.adapter = adapter
+        self._used = used
+        self._keep = keep
+        self._places = 1
+        self._residents: dict[str, Resident] = {}  # the oldest first
+        self._active: str | None = None
+
+    def resident(self, weight_version: int | None = None) -> Resident:
+        """The version that new requests ask for, or another one that is still resident.
+
+        Raises:
+            UnknownUpdate: the engine does not hold it.
+
+        """
+        if weight_version is None and self._active is not None:
+            return self._residents[self._active]
+        for one in self._residents.values():
+            if one.weight_version == weight_version:
+                return one
+        held = [one.weight_version for one in self._residents.values()]
+        asked = "any version" if weight_version is None else f"version {weight_version}"
+        msg = (
+            f"the engine does not hold {asked} of adapter {self.adapter!r}, expected one of "
+            f"{held}. Install it with update_weights, or ask for one that is there."
+        )
+        raise UnknownUpdate(msg)
+
+    def commit(self) -> None:
+        """Let all ranks acknowledge; new requests ask for the version from now on."""
+        manifest = self._manifest
+        super().commit()
+        if manifest is not None:
+            version = Resident(self.adapter, manifest.weight_version, manifest.update_id)
+            self._residents[manifest.update_id], self._active = version, manifest.update_id
+            self.retire(self._keep)
+
+    def retire(self, keep: int) -> None:
+        """Free the places of the oldest versions that no request is left of, until `keep` stay."""
+        surplus = len(self._residents) - max(keep, 1)
+        used = self._used() if surplus > 0 else frozenset()
+        idle = [
+            one.update_id
+            for one in self._residents.values()
+            if one.update_id != self._active and one.number not in used
+        ][: max(surplus, 0)]
+        if idle:
+            self._client.ask("retire", update_ids=idle)
+            for update_id in idle:
+                del self._residents[update_id]
+
+    def _ensure_session(self) -> None:
+        super()._ensure_session()
+        self.retire(self._places - 1)  # one is for the next version
+
+    def _describe_ranks(self) -> Replies:
+        replies = super()._describe_ranks()
+        told = replies[0]
+        self._residents = {one["update_id"]: Resident(**one) for one in told["residents"]}
+        self._active, self._places = told["serving"], told["places"]
+        return replies
