@@ -27,8 +27,9 @@ from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.manifest.adapter import AdapterSpec, LoRAPair
 from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.views import ImportedTensors, anonymous_pin
+from rl_bridge.memory.views import ImportedTensors, Pin, anonymous_pin
 
 _LOG = logging.getLogger(__name__)
 # Ids of ours are above those that people count by hand, and fit into 31 bits.
@@ -86,7 +87,9 @@ class AdapterInstaller(TransactionalAdapter):
         """The update whose version new requests ask for."""
         self._staged: Resident | None = None
         self._manifest: WeightUpdateManifest | None = None
-        self._copies: dict[str, BytePlan] = {}
+        # Of the last layout: what copies it, to where, and its pairs.
+        self._copies: tuple[str, BytePlan, Pin] | None = None
+        self._pairs: tuple[tuple[str, str], list[LoRAPair], list[str]] | None = None
 
     # ---- what an engine has of its own ----------------------------------------------------------
 
@@ -102,7 +105,11 @@ class AdapterInstaller(TransactionalAdapter):
 
     @abstractmethod
     def stage(
-        self, version: Resident, spec: AdapterSpec, pairs: Sequence[LoRAPair], tensors: Tensors
+        self,
+        version: Resident,
+        spec: AdapterSpec,
+        pairs: Sequence[LoRAPair],
+        tensors: ImportedTensors,
     ) -> None:
         """Put a version into a free place; on failure nothing of it is left there.
 
@@ -110,7 +117,7 @@ class AdapterInstaller(TransactionalAdapter):
             version: under whose number, label and path.
             spec: what it says of itself.
             pairs: its matrices.
-            tensors: a private copy of the update, which may be kept.
+            tensors: a private copy of the update, whose memory is the next version's.
 
         Raises:
             SlotsExhausted: there is no free place.
@@ -156,10 +163,8 @@ class AdapterInstaller(TransactionalAdapter):
                 "Publish it with adapter=."
             )
             raise IncompatibleUpdate(msg)
-        table = manifest.table
-        shapes = dict(zip(table.names, table.shapes, strict=True))
-        pairs = spec.pairs(shapes)
-        self.check(spec, pairs, spec.others(shapes))
+        pairs, others = self._paired(spec, manifest.table)
+        self.check(spec, pairs, others)
         own = self._copied(manifest, tensors)
         check_finite(own, own)
         version = Resident(spec.name, manifest.weight_version, manifest.update_id)
@@ -227,17 +232,28 @@ class AdapterInstaller(TransactionalAdapter):
 
     # ---- inside ---------------------------------------------------------------------------------
 
+    def _paired(
+        self, spec: AdapterSpec, table: TensorTable
+    ) -> tuple[Sequence[LoRAPair], Sequence[str]]:
+        """The adapter's pairs, and the tensors that are of none."""
+        key = spec.digest, table.digest
+        if self._pairs is None or self._pairs[0] != key:
+            shapes = dict(zip(table.names, table.shapes, strict=True))
+            self._pairs = key, spec.pairs(shapes), spec.others(shapes)
+        return self._pairs[1:]
+
     def _copied(self, manifest: WeightUpdateManifest, tensors: Tensors) -> ImportedTensors:
         """A private copy, digested in the pass that makes it: nobody writes to it afterwards.
 
-        The imported memory is the trainer's: engines scale matrices in place.
+        The imported memory is the trainer's: it may change, and engines scale matrices in place.
         """
         assert isinstance(tensors, ImportedTensors)
         table = manifest.table
-        plan = self._copies.get(table.digest)
-        if plan is None:
-            self._copies = {table.digest: (plan := BytePlan(table.nbytes_column))}
-        own = ImportedTensors(table, anonymous_pin(table.arena_nbytes))
+        if self._copies is None or self._copies[0] != table.digest:
+            plan, pin = BytePlan(table.nbytes_column), anonymous_pin(table.arena_nbytes)
+            self._copies = table.digest, plan, pin
+        _, plan, pin = self._copies
+        own = ImportedTensors(table, pin)
         found = plan.copy_digest(tensors.addresses, own.addresses)
         if found != manifest.digests:
             raise ChecksumMismatch(mismatch(manifest, found))

@@ -20,7 +20,7 @@ from rl_bridge.assembly import end as assembling
 from rl_bridge.assembly.end import GroupEnd
 from rl_bridge.engines import evidence, staging
 from rl_bridge.engines.rank import Stage
-from rl_bridge.engines.vllm import canary, model_installer
+from rl_bridge.engines.vllm import canary, lora, model_installer
 from rl_bridge.testing import in_rank
 from rl_bridge.testing.processes import until
 
@@ -321,6 +321,32 @@ class FaultyWorker:
         """What `EngineSuite` asks of this worker."""
         state: Any = self
         return in_rank(state.model_runner.get_model(), text)
+
+    def damage_slots(self, what: str) -> None:
+        """Let the slot of each adapter that is staged hold something else."""
+        original = lora.VLLMAdapterInstaller.__dict__["stage"]
+
+        def stage(installer: Any, version: Any, *given: Any) -> None:
+            original(installer, version, *given)
+            manager = installer._manager
+            slot = manager.lora_index_to_id.index(version.number)
+            name = next(one for one in manager.modules if one.endswith("gate_up_proj"))
+            layer = manager.modules[name]
+            (gate, up), first = (one[slot] for one in layer.lora_b_stacked), layer.lora_a_stacked[0]
+            if what == "swap gate and up":
+                kept = gate.clone()
+                gate.copy_(up)
+                up.copy_(kept)
+            elif what == "scale B twice":
+                gate.mul_(2)
+            elif what == "leave what was behind the rank":
+                first[slot, 0, -1, -1] = 1
+            elif what == "leave the slot empty":
+                layer.reset_lora(slot)
+            else:
+                manager.remove_adapter(version.number)
+
+        patch(lora.VLLMAdapterInstaller, "stage", stage)
 
     def uproot_fault(self) -> int:
         """Take it out."""

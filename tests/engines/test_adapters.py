@@ -1,6 +1,7 @@
 """LoRA adapters of real vLLM engines, version after version: as a fresh engine that reads files."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,28 @@ import torch
 from safetensors.torch import load_file
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    IncompatibleUpdate,
+    SessionRefused,
+    SlotsExhausted,
+    UnknownUpdate,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.manifest import AdapterSpec
+from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.vllm import VLLMEngineAdapter
-from tests.engines.drive import Answers, Setting, answers, start
+from tests.engines.drive import (
+    PROMPTS,
+    Answers,
+    Setting,
+    answers,
+    greedy,
+    prompts_for,
+    read,
+    start,
+)
 from tests.engines.models import ADAPTER, Checkpoints, Kind
 
 LORA = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
@@ -31,13 +51,26 @@ class Adapted:
     fresh: list[Answers]
     """With no adapter, and with each of the two."""
     weights: list[dict[str, torch.Tensor]]
+    is_parallel: bool
     count: int = 0
     manifests: list[WeightUpdateManifest] = field(default_factory=list)
 
-    def publish(self, number: int, *, name: str = "policy", **changes: Any) -> WeightUpdateManifest:
-        self.count += 1
-        weights = {**self.weights[number], **changes}
+    def publish(
+        self,
+        number: int,
+        changes: Mapping[str, torch.Tensor] | None = None,
+        *,
+        name: str = "policy",
+    ) -> WeightUpdateManifest:
         spec = AdapterSpec.of_peft(name, ADAPTER, [])
+        return self.publish_as(spec, {**self.weights[number], **(changes or {})})
+
+    def publish_as(
+        self, spec: AdapterSpec, weights: Mapping[str, torch.Tensor]
+    ) -> WeightUpdateManifest:
+        for earlier in self.manifests[-1:]:
+            self.bridge.release(earlier.update_id)
+        self.count += 1
         manifest = self.bridge.publish(weights, weight_version=self.count, adapter=spec)
         self.manifests.append(manifest)
         return manifest
@@ -45,7 +78,6 @@ class Adapted:
     def update(self, number: int, *, name: str = "policy") -> int:
         manifest = self.publish(number, name=name)
         self.executor.update_weights(manifest)
-        self.bridge.release(manifest.update_id)
         return manifest.weight_version
 
     def answers(self, name: str = "policy", version: int | None = None) -> Answers:
@@ -74,7 +106,7 @@ def adapted(setting: Setting, checkpoints: Checkpoints, **options: Any) -> Itera
                 suspicious="off",
             )
         )
-        yield Adapted(llm, executor, bridge, fresh, weights)
+        yield Adapted(llm, executor, bridge, fresh, weights, setting.ranks > 1)
 
 
 @pytest.fixture(scope="module", params=SETTINGS, ids=str)
@@ -97,3 +129,260 @@ def test_every_version_answers_as_a_fresh_engine_that_read_it_from_files(engine:
             engine.manifests[-1].root,
         )
     assert engine.executor.active_weight_version is None  # of the engine's own weights
+
+
+# ---- several versions side by side ---------------------------------------------------------------
+
+
+def test_a_request_ends_under_the_version_that_it_began_with(engine: Adapted) -> None:
+    engine.update(0)
+    began = engine.executor.lora_request("policy")
+    llm = engine.llm
+    assert llm.reset_prefix_cache()
+    llm.enqueue(prompts_for(PROMPTS), greedy(), use_tqdm=False, lora_request=began)
+    engine.update(1)
+    engine.update(1)
+    assert read(llm.wait_for_completion(use_tqdm=False)) == engine.fresh[1]
+    assert engine.answers() == engine.fresh[2]
+
+
+def test_a_version_that_requests_ask_for_is_not_dropped_however_many_come(
+    engine: Adapted,
+) -> None:
+    engine.update(0)
+    began, llm = engine.executor.lora_request("policy"), engine.llm
+    llm.enqueue(prompts_for(PROMPTS), greedy(), use_tqdm=False, lora_request=began)
+    engine.update(1)
+    llm.enqueue(
+        prompts_for(PROMPTS),
+        greedy(),
+        use_tqdm=False,
+        lora_request=engine.executor.lora_request("policy"),
+    )
+    engine.update(0)
+    manifest = engine.publish(1)
+    with pytest.raises(SlotsExhausted, match=r"3 slots for adapters.*larger max_loras"):
+        engine.executor.update_weights(manifest)
+    llm.wait_for_completion(use_tqdm=False)
+    engine.executor.update_weights(manifest)  # nothing was wrong with it
+    assert engine.answers() == engine.fresh[2]
+
+
+def test_the_version_before_can_be_asked_for_and_older_ones_are_refused_by_name(
+    engine: Adapted,
+) -> None:
+    first, second, third = engine.update(0), engine.update(1), engine.update(0)
+    assert engine.answers(version=second) == engine.fresh[2]
+    assert engine.answers(version=third) == engine.fresh[1]
+    with pytest.raises(UnknownUpdate, match=rf"version {first} of adapter 'policy'.*{third}"):
+        engine.executor.lora_request("policy", first)
+
+
+def test_cached_prefixes_of_one_version_are_never_used_for_another(engine: Adapted) -> None:
+    for number in (0, 1, 0):
+        engine.update(number)
+        request = engine.executor.lora_request("policy")
+        for _ in range(2):  # the second time from the cache
+            engine.llm.enqueue(prompts_for(PROMPTS), greedy(), use_tqdm=False, lora_request=request)
+            tokens = [one[0] for one in read(engine.llm.wait_for_completion(use_tqdm=False))]
+            assert tokens == [one[0] for one in engine.fresh[1 + number]]
+
+
+def test_adapters_of_several_names_are_streams_of_their_own(checkpoints: Checkpoints) -> None:
+    with adapted(SETTINGS[0], checkpoints, max_loras=6) as engine:
+        engine.update(0, name="left")
+        right = engine.update(1, name="right")
+        for number in (1, 0, 1):
+            engine.update(number, name="left")
+            assert engine.answers("left") == engine.fresh[1 + number]
+            assert engine.answers("right") == engine.fresh[2]
+        assert engine.executor.adapter_version("right") == right
+
+
+# ---- what is refused, and what fails -------------------------------------------------------------
+
+
+def some_name(engine: Adapted, end: str) -> str:
+    return next(name for name in engine.weights[0] if name.endswith(end))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v_proj.lora_B.weight": float("nan")}, r"lora_B\.weight'.*are NaN or Inf"),
+        ({"q_proj.lora_A.weight": (8, 129)}, r"lora_A\.weight'.*expected 128 in dimension 1"),
+        ({"o_proj.lora_B.weight": (64, 8)}, r"lora_B\.weight'.*expected 128 in dimension 0"),
+    ],
+)
+def test_tensors_that_the_engine_cannot_serve_are_refused_by_name(
+    engine: Adapted, changes: dict[str, Any], message: str
+) -> None:
+    engine.update(0)
+    wrong = {}
+    for end, value in changes.items():
+        name = some_name(engine, end)
+        is_shape = isinstance(value, tuple)
+        wrong[name] = torch.ones(value) if is_shape else engine.weights[0][name] * value
+    with pytest.raises(IncompatibleUpdate, match=message):
+        engine.executor.update_weights(engine.publish(1, wrong))
+    assert engine.answers() == engine.fresh[1]
+
+
+def renamed(weights: dict[str, torch.Tensor], old: str, new: str) -> dict[str, torch.Tensor]:
+    return {name.replace(old, new): one for name, one in weights.items()}
+
+
+def of_rank(weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.zeros(
+            *((rank, one.shape[1]) if "lora_A" in name else (one.shape[0], rank)), dtype=one.dtype
+        )
+        for name, one in weights.items()
+    }
+
+
+def test_an_adapter_that_the_engine_was_not_started_for_is_refused_by_name(
+    engine: Adapted,
+) -> None:
+    engine.update(0)
+    weights = engine.weights[1]
+    saved = weights | {"base_model.model.lm_head.weight": torch.ones(2, 2)}
+    cases: list[tuple[dict[str, torch.Tensor], dict[str, Any], str]] = [
+        (renamed(weights, "q_proj", "w_pack"), {}, r"w_pack'.*it adapts .*'q_proj'"),
+        (of_rank(weights, 32), {}, r"rank 32.*max_lora_rank=32"),
+        (saved, {}, r"tensors beside its pairs.*lm_head\.weight"),
+        (weights, {"use_dora": True}, r"decomposed \(DoRA\)"),
+    ]
+    for wrong, config, message in cases:
+        spec = AdapterSpec.of_peft("policy", {**ADAPTER, **config}, [])
+        with pytest.raises(IncompatibleUpdate, match=message):
+            engine.executor.update_weights(engine.publish_as(spec, wrong))
+    assert engine.answers() == engine.fresh[1]
+
+
+@pytest.mark.parametrize("step", ["prepare", "install", "prove", "commit"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_at_any_step_on_any_rank_leaves_the_version_before(
+    engine: Adapted, step: str, rank: int
+) -> None:
+    if rank and not engine.is_parallel:
+        pytest.skip("the engine has one rank")
+    before = engine.update(0)
+    plant = {"ask": "plant", "step": step, "fault": "raises", "rank": rank}
+    engine.llm.collective_rpc("in_rank", args=(json.dumps(plant),))
+    manifest = engine.publish(1)
+    try:
+        if step == "commit":  # proven on all ranks: forward is the only way
+            engine.executor.update_weights(manifest)
+        else:
+            with pytest.raises(WeightBridgeError, match="planted in a rank"):
+                engine.executor.update_weights(manifest)
+            assert engine.executor.adapter_version("policy") == before
+            assert engine.answers() == engine.fresh[1]
+    finally:
+        engine.llm.collective_rpc("in_rank", args=(json.dumps({"ask": "uproot"}),))
+    engine.update(1)
+    assert engine.answers() == engine.fresh[2]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        # unsloth-zoo #941: gate's adapter in the place of up's
+        "swap gate and up",
+        # SkyRL #2250: B scaled once more each time that it is put into a slot
+        "scale B twice",
+        # of an earlier version in the same slot, which had a larger rank
+        "leave what was behind the rank",
+        # the slot of another version
+        "leave the slot empty",
+        # an adapter that vLLM has dropped
+        "drop it",
+    ],
+)
+def test_a_slot_that_holds_anything_else_is_never_acknowledged(engine: Adapted, what: str) -> None:
+    engine.update(0)
+    engine.llm.collective_rpc("damage_slots", args=(what,))
+    try:
+        with pytest.raises(WeightBridgeError, match=r"is not what was published|is in no slot"):
+            engine.executor.update_weights(engine.publish(1))
+    finally:
+        engine.llm.collective_rpc("uproot_fault")
+    assert engine.answers() == engine.fresh[1]
+    engine.update(1)
+    assert engine.answers() == engine.fresh[2]
+
+
+def test_a_byte_that_changed_on_its_way_is_found_and_the_version_before_serves(
+    engine: Adapted,
+) -> None:
+    engine.update(0)
+    manifest = engine.publish(1)
+    flip_byte(arena_address(engine.bridge.publisher.end, manifest.update_id, manifest.handle))
+    with pytest.raises(ChecksumMismatch):
+        engine.executor.update_weights(manifest)
+    assert engine.answers() == engine.fresh[1]
+
+
+def test_a_second_driver_is_refused_by_name_and_takes_over_what_is_resident(
+    engine: Adapted,
+) -> None:
+    version = engine.update(0)
+    with RolloutExecutor(
+        weight_transport="shared-memory",
+        weight_install_adapter=VLLMEngineAdapter(engine.llm, timeout_s=60.0),
+    ) as second:
+        with pytest.raises(SessionRefused, match="one driver at a time"):
+            second.update_weights(engine.publish(1))
+        second.recover()
+        second.update_weights(engine.publish(1))
+        assert second.lora_request("policy", version).lora_name == f"policy@{version}"
+    engine.executor.recover()
+    engine.update(0)
+    assert engine.answers() == engine.fresh[1]
+
+
+# ---- the base below ------------------------------------------------------------------------------
+
+
+def test_adapters_stay_over_an_update_of_their_base_and_name_the_root_that_they_belong_to(
+    checkpoints: Checkpoints,
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    setting = SETTINGS[0]
+    paths = [checkpoints.path(setting.kind, number) for number in (0, 1)]
+    folder = checkpoints.adapter(0)
+    with start(setting, paths[1], **LORA) as llm:
+        other = answers(llm, lora_request=LoRARequest("file", 1, folder))
+    base = load_file(f"{paths[1]}/model.safetensors")
+    with adapted(setting, checkpoints) as engine, make_weight_bridge("shared-memory") as trainer:
+        engine.update(0)
+        manifest = trainer.publish(base, weight_version=1)
+        engine.executor.update_weights(manifest)
+        assert engine.answers() == other
+        assert engine.executor.active_weight_version == 1
+        spec = AdapterSpec.of_peft("policy", ADAPTER, [], base_root="0" * 32)
+        wrong = engine.publish_as(spec, engine.weights[1])
+        with pytest.raises(
+            IncompatibleUpdate, match=f"root {'0' * 32}.*holds root {manifest.root}"
+        ):
+            engine.executor.update_weights(wrong)
+        spec = AdapterSpec.of_peft("policy", ADAPTER, [], base_root=manifest.root)
+        right = engine.publish_as(spec, engine.weights[0])
+        engine.executor.update_weights(right)
+        assert engine.answers() == other
+
+
+def test_an_engine_without_lora_refuses_and_says_how_to_start_it(checkpoints: Checkpoints) -> None:
+    setting = SETTINGS[0]
+    weights = load_file(f"{checkpoints.adapter(0)}/adapter_model.safetensors")
+    with (
+        start(setting, checkpoints.path(setting.kind, 0)) as llm,
+        make_weight_bridge("shared-memory") as bridge,
+        RolloutExecutor(weight_install_adapter=VLLMEngineAdapter(llm)) as executor,
+    ):
+        spec = AdapterSpec.of_peft("policy", ADAPTER, [])
+        manifest = bridge.publish(weights, weight_version=1, adapter=spec)
+        with pytest.raises(WeightBridgeUnavailableError, match="enable_lora=True"):
+            executor.update_weights(manifest)

@@ -33,7 +33,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.adapter import AdapterSpec, LoRAPair
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.views import Pin, anonymous_pin, tensor_in
+from rl_bridge.memory.views import ImportedTensors, Pin, anonymous_pin, tensor_in
 
 # Layers whose slots are understood here, by their classes' names.
 _QKV = "MergedQKVParallelLinearWithLoRA"
@@ -122,6 +122,10 @@ class _Plan:
 
     All matrices of a slot are covered, those of modules that the adapter leaves alone too: they
     must be zero.
+
+    Attributes:
+        spare: memory of a version that was dropped, for the next one.
+
     """
 
     def __init__(
@@ -156,6 +160,7 @@ class _Plan:
         self._offsets = np.array(offsets, np.uint64)
         self._sizes = np.array([one[0].nbytes for one in self._stacked], np.uint64)
         self._pass = BytePlan(self._sizes)
+        self.spare: Pin | None = None
         self.is_on_cpu = all(one.device.type == "cpu" for one in self._stacked)
 
     def fill(self, tensors: Tensors) -> Pin:
@@ -165,7 +170,8 @@ class _Plan:
             IncompatibleUpdate: numbers that the engine's dtype cannot hold.
 
         """
-        pin = anonymous_pin(self.nbytes)
+        # Of the same layout, so that what is written now covers all that was written then.
+        pin, self.spare = self.spare or anonymous_pin(self.nbytes), None
         sources, targets = list[torch.Tensor](), list[torch.Tensor]()
         for name, place, scaling, offset in self.fills:
             room = self._view(pin, offset, place.stacked)
@@ -284,13 +290,17 @@ class VLLMAdapterInstaller(AdapterInstaller):
             raise IncompatibleUpdate(msg)
 
     def stage(
-        self, version: Resident, spec: AdapterSpec, pairs: Sequence[LoRAPair], tensors: Tensors
+        self,
+        version: Resident,
+        spec: AdapterSpec,
+        pairs: Sequence[LoRAPair],
+        tensors: ImportedTensors,
     ) -> None:
         """Put a version into a free slot. See `AdapterInstaller`."""
-        self._check_shapes(pairs, tensors)
-        key = spec.digest, tuple(tensors)
+        key = spec.digest, tensors.table.digest
         plan = self._plans.get(key)
         if plan is None:
+            self._check_shapes(pairs, tensors)
             plan = self._plans[key] = _Plan(self._places, pairs)
             while len(self._plans) > _PLANS:
                 del self._plans[next(iter(self._plans))]
@@ -327,7 +337,9 @@ class VLLMAdapterInstaller(AdapterInstaller):
     def drop(self, version: Resident) -> None:
         """Free a version's slot. See `AdapterInstaller`."""
         self._manager.remove_adapter(version.number)
-        self._held.pop(version.number, None)
+        plan, pin = self._held.pop(version.number, (None, None))
+        if plan is not None:
+            plan.spare = pin
 
     def places(self) -> int:
         """Slots that versions can be in."""
