@@ -137,6 +137,10 @@ class AdapterInstaller(TransactionalAdapter):
         """
 
     @abstractmethod
+    def holds(self, version: Resident) -> bool:
+        """Whether the engine knows a version still: others may have dropped it."""
+
+    @abstractmethod
     def drop(self, version: Resident) -> None:
         """Free a version's place; one that is not there is ignored."""
 
@@ -224,9 +228,13 @@ class AdapterInstaller(TransactionalAdapter):
 
     def facts(self) -> Reply:
         """What `describe` tells beside the update."""
+        for one in [one for one in self.residents.values() if not self.holds(one)]:
+            _LOG.warning("adapter %s was dropped by something else", one.label)
+            del self.residents[one.update_id]
+            self.drop(one)
         return {
             "residents": [asdict(one) for one in self.residents.values()],
-            "serving": self.serving,
+            "serving": self.serving if self.serving in self.residents else None,
             "places": self.places(),
         }
 

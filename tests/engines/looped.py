@@ -32,19 +32,23 @@ class Running:
         name: str,
         prompt: Sequence[int],
         tokens: int,
-        replica: int | None = None,
+        **options: Any,
     ) -> None:
         """Send it."""
         self.length = 0
-        self._future = engine.submit(self._follow(engine, name, prompt, tokens, replica))
+        self._future = engine.submit(self._follow(engine, name, prompt, tokens, options))
 
     async def _follow(
-        self, engine: "Looped", name: str, prompt: Sequence[int], tokens: int, replica: int | None
+        self,
+        engine: "Looped",
+        name: str,
+        prompt: Sequence[int],
+        tokens: int,
+        options: dict[str, Any],
     ) -> Any:
         last = None
         (given,) = prompts_for((prompt,))
-        options = {"request_id": name, "data_parallel_rank": replica}
-        async for output in engine.llm.generate(given, greedy(tokens), **options):
+        async for output in engine.llm.generate(given, greedy(tokens), request_id=name, **options):
             last = output
             self.length = len(output.outputs[0].token_ids)
         return last
@@ -90,20 +94,26 @@ class Looped:
         return self.submit(coroutine).result(DEADLINE_S)
 
     def ask(
-        self, prompt: Sequence[int], tokens: int = MAX_TOKENS, replica: int | None = None
+        self,
+        prompt: Sequence[int],
+        tokens: int = MAX_TOKENS,
+        replica: int | None = None,
+        **options: Any,
     ) -> Running:
         """Send one request, to one of its replicas if it has several."""
-        return Running(self, f"r{next(self._names)}", prompt, tokens, replica)
+        options = {"data_parallel_rank": replica, **options}
+        return Running(self, f"r{next(self._names)}", prompt, tokens, **options)
 
     def answers(
         self,
         prompts: Sequence[Sequence[int]] = PROMPTS,
         tokens: int = MAX_TOKENS,
         replica: int | None = None,
+        **options: Any,
     ) -> Answers:
         """What it answers, computed anew."""
         assert self.run(self.llm.reset_prefix_cache())
-        requests = [self.ask(prompt, tokens, replica) for prompt in prompts]
+        requests = [self.ask(prompt, tokens, replica, **options) for prompt in prompts]
         return read([request.result() for request in requests])
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,12 +29,16 @@ from tests.engines.drive import (
     Answers,
     Setting,
     answers,
+    executor_for,
     greedy,
     prompts_for,
     read,
     start,
 )
+from tests.engines.looped import looped
 from tests.engines.models import ADAPTER, Checkpoints, Kind
+from tests.trainers_torch.elsewhere import PYTHON, Elsewhere
+from tests.trainers_torch.publishing import RealTrainer
 
 LORA = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
 """What the engines are started with; on a CPU the last slot stays empty."""
@@ -51,7 +56,7 @@ class Adapted:
     fresh: list[Answers]
     """With no adapter, and with each of the two."""
     weights: list[dict[str, torch.Tensor]]
-    is_parallel: bool
+    ranks: range
     count: int = 0
     manifests: list[WeightUpdateManifest] = field(default_factory=list)
 
@@ -106,7 +111,7 @@ def adapted(setting: Setting, checkpoints: Checkpoints, **options: Any) -> Itera
                 suspicious="off",
             )
         )
-        yield Adapted(llm, executor, bridge, fresh, weights, setting.ranks > 1)
+        yield Adapted(llm, executor, bridge, fresh, weights, range(setting.ranks))
 
 
 @pytest.fixture(scope="module", params=SETTINGS, ids=str)
@@ -199,6 +204,53 @@ def test_adapters_of_several_names_are_streams_of_their_own(checkpoints: Checkpo
         assert engine.executor.adapter_version("right") == right
 
 
+def test_requests_of_a_serving_engine_go_on_while_versions_come_and_end_under_their_own(
+    checkpoints: Checkpoints,
+) -> None:
+    setting = Setting(Kind("qwen3"), in_process=False)
+    folders = [checkpoints.adapter(number) for number in (0, 1)]
+    weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]
+    spec = AdapterSpec.of_peft("policy", ADAPTER, [])
+    with (
+        looped(setting, checkpoints.path(setting.kind, 0), **LORA) as engine,
+        make_weight_bridge("shared-memory", suspicious="off") as bridge,
+        executor_for(engine.llm, loop=engine.loop) as executor,
+    ):
+        alone, running = [], []
+        for version in range(6):
+            manifest = bridge.publish(weights[version % 2], weight_version=version, adapter=spec)
+            executor.update_weights(manifest)
+            bridge.release(manifest.update_id)
+            request = executor.lora_request("policy")
+            if version < 2:
+                alone.append(engine.answers(PROMPTS[:1], tokens=300, lora_request=request))
+            else:
+                running.append(engine.ask(PROMPTS[0], 300, lora_request=request))
+                running[-1].reach(2)
+            if len(running) > 1:  # there are three places
+                assert read([running.pop(0).result()]) == alone[(version - 1) % 2]
+        assert read([running.pop().result()]) == alone[1]
+        assert alone[0] != alone[1]
+
+
+@pytest.mark.skipif(
+    not Path(PYTHON).exists(), reason=f"needs {PYTHON}, which `make test-engines` makes"
+)
+def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_gathers(
+    engine: Adapted, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folders = [checkpoints.adapter(number) for number in (0, 1)]
+    paths = [checkpoints.path(SETTINGS[0].kind, 0), *folders]
+    with Elsewhere(2, tmp_path, "tests.trainers_torch.publishing", PYTHON, "peft") as ranks:
+        trainer = RealTrainer(ranks, "begin_adapter", paths)
+        for number in (1, 0, 1):
+            manifest = trainer.publish(number)
+            engine.executor.update_weights(manifest)
+            assert engine.answers() == engine.fresh[1 + number]
+        assert trainer.told(manifest) >= {("vllm", rank, "acknowledged") for rank in engine.ranks}
+        assert trainer.asked == []
+
+
 # ---- what is refused, and what fails -------------------------------------------------------------
 
 
@@ -265,7 +317,7 @@ def test_an_adapter_that_the_engine_was_not_started_for_is_refused_by_name(
 def test_a_failure_at_any_step_on_any_rank_leaves_the_version_before(
     engine: Adapted, step: str, rank: int
 ) -> None:
-    if rank and not engine.is_parallel:
+    if rank not in engine.ranks:
         pytest.skip("the engine has one rank")
     before = engine.update(0)
     plant = {"ask": "plant", "step": step, "fault": "raises", "rank": rank}
@@ -386,3 +438,6 @@ def test_an_engine_without_lora_refuses_and_says_how_to_start_it(checkpoints: Ch
         manifest = bridge.publish(weights, weight_version=1, adapter=spec)
         with pytest.raises(WeightBridgeUnavailableError, match="enable_lora=True"):
             executor.update_weights(manifest)
+        reloads = VLLMEngineAdapter(llm, staging="reload")
+        with pytest.raises(IncompatibleUpdate, match=r"vLLM drops all adapters.*merged=True"):
+            reloads.for_adapter("policy")

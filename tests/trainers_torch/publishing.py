@@ -85,9 +85,7 @@ def publish(number: int, version: int) -> list[Any]:
     (trainer,) = _trainers
     trainer.hold(number)
     with Collectives() as asked:
-        manifest = trainer.publisher.publish(
-            trainer.extractor.local(), trainer.extractor.placements(), weight_version=version
-        )
+        manifest = trainer.publisher.publish(trainer.extractor, weight_version=version)
     return [manifest.to_json(), asked.names]
 
 
@@ -134,6 +132,34 @@ def begin_fsdp2(paths: Sequence[str], port: int) -> None:
                 parameter.copy_(shards[number][name])
 
     _trainers.append(_Trainer(FSDPWeightExtractor(model), hold, publisher_at(port)))
+
+
+def begin_adapter(paths: Sequence[str], port: int) -> None:
+    """An adapter of peft's under FSDP2: a checkpoint's folder, and those of two adapters."""
+    from peft import PeftModel, set_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    base, *folders = paths
+    wholes = [load_file(Path(folder) / "adapter_model.safetensors") for folder in folders]
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), folders[0], is_trainable=True
+    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    shards = []
+    for whole in wholes:
+        set_peft_model_state_dict(model, whole)
+        shards.append({name: one.detach().clone() for name, one in trained.items()})
+    fully_shard(model, mesh=mesh)
+
+    def hold(number: int) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(_shard(shards[number][name], parameter))
+
+    extractor = FSDPWeightExtractor(model, adapter="policy")
+    _trainers.append(_Trainer(extractor, hold, publisher_at(port)))
 
 
 def begin_megatron(paths: Sequence[str], port: int) -> None:

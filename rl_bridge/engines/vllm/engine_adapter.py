@@ -24,6 +24,7 @@ from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
 from rl_bridge.engines.staging import Staging, checked_budget, checked_staging
 from rl_bridge.engines.vllm import require
 from rl_bridge.engines.vllm.client import LLMClient, VLLMClient, connect
+from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
 
 # Versions of an adapter that stay resident while nothing is installed: the active one and the one
@@ -129,7 +130,19 @@ class VLLMEngineAdapter(EngineDriver):
         self._bridges = {one: options[one] for one in ("transports",) if one in options}
 
     def for_adapter(self, name: str) -> "VLLMAdapterDriver":
-        """What brings versions of a LoRA adapter into the engine, beside its weights."""
+        """What brings versions of a LoRA adapter into the engine, beside its weights.
+
+        Raises:
+            IncompatibleUpdate: updates of the weights reload the model, which drops all adapters.
+
+        """
+        if self._options.get("reload"):
+            msg = (
+                f"LoRA adapter {name!r}: updates of this engine's weights reload the model, and "
+                "vLLM drops all adapters then, expected another staging than 'reload'. Publish it "
+                "merged into the weights: merged=True."
+            )
+            raise IncompatibleUpdate(msg)
         assert isinstance(self.client, VLLMClient)  # as `connect` made it
         return VLLMAdapterDriver(
             self.client,

@@ -316,14 +316,13 @@ class VLLMAdapterInstaller(AdapterInstaller):
     def read(self, version: Resident) -> int:
         """Read all of a version's slot. See `AdapterInstaller`."""
         plan, pin = self._held[version.number]
-        slots = self._manager.lora_index_to_id
-        if version.number not in slots or version.number not in self._manager.list_adapters():
+        if not self.holds(version):
             msg = (
                 f"adapter {version.label} is in no slot of the engine any more: something else "
                 "dropped it, such as a reload of the base weights. Publish it again."
             )
             raise ProofFailed(msg)
-        wrong = plan.differing(pin, slots.index(version.number))
+        wrong = plan.differing(pin, self._manager.lora_index_to_id.index(version.number))
         if wrong is not None:
             layer = [place.layer for both in self._places.values() for place in both][wrong]
             kind = "AB"[wrong % 2]
@@ -333,6 +332,11 @@ class VLLMAdapterInstaller(AdapterInstaller):
             )
             raise ProofFailed(msg)
         return plan.held_nbytes
+
+    def holds(self, version: Resident) -> bool:
+        """Whether a version is registered, and in a slot: vLLM's own updates drop all."""
+        known = version.number in self._manager.list_adapters()
+        return known and version.number in self._manager.lora_index_to_id
 
     def drop(self, version: Resident) -> None:
         """Free a version's slot. See `AdapterInstaller`."""
