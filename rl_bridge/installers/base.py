@@ -196,7 +196,10 @@ class TransactionalAdapter(ABC):
             UnknownUpdate: the engine does not hold it.
 
         """
-        msg = f"{type(self).__name__} knows of no version {version} that requests could name."
+        msg = (
+            f"{type(self).__name__} knows of no version {version} that requests could name. Use an "
+            "adapter of an engine that applies LoRA."
+        )
         raise UnknownUpdate(msg)
 
     @abstractmethod

@@ -331,7 +331,7 @@ class ServerClient(VLLMClient):
         """Refuse: a server does not tell."""
         msg = (
             f"the server at {self._server} does not tell which adapters its requests ask for, so "
-            "versions of an adapter cannot be kept apart there. Drive an LLM or an AsyncLLM."
+            "versions of an adapter cannot be kept apart there. Use an LLM or an AsyncLLM."
         )
         raise WeightBridgeUnavailableError(msg)
 

@@ -365,7 +365,7 @@ class VLLMAdapterInstaller(AdapterInstaller):
                     msg = (
                         f"tensor {name!r} has shape {list(tensors[name].shape)}, expected "
                         f"{place.size} in dimension {dim}: the engine's layer {place.layer!r} is "
-                        "another one. Train the adapter on the model that the engine serves."
+                        "another one. Publish an adapter of the model that the engine serves."
                     )
                     raise IncompatibleUpdate(msg)
 
