@@ -247,7 +247,7 @@ def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_ga
             manifest = trainer.publish(number)
             engine.executor.update_weights(manifest)
             assert engine.answers() == engine.fresh[1 + number]
-        assert trainer.told(manifest) >= {("vllm", rank, "acknowledged") for rank in engine.ranks}
+        assert trainer.told(manifest) >= {("vllm", rank, "released") for rank in engine.ranks}
         assert trainer.asked == []
 
 
