@@ -20,10 +20,11 @@ import torch
 
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.load_checks import check_finite
+from rl_bridge.engines.rank import RankInstaller
 from rl_bridge.engines.rpc import EngineClient, Replies, Reply
 from rl_bridge.engines.serving import ServingOptions
 from rl_bridge.errors import ChecksumMismatch, IncompatibleUpdate, ProofFailed, UnknownUpdate
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.adapter import AdapterSpec, LoRAPair
 from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -72,7 +73,7 @@ class Resident:
 # ---- in a rank -----------------------------------------------------------------------------------
 
 
-class AdapterInstaller(TransactionalAdapter):
+class AdapterInstaller(RankInstaller):
     """Brings versions of one adapter into one rank of an engine. Call it between two steps.
 
     An engine supplies where a version goes, and how it is read back.
