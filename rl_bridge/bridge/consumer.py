@@ -350,7 +350,9 @@ class Consumer:
         """
         if isinstance(manifest, GroupManifest):
             return self._end_for_group(manifest)
-        require_transport(manifest, self._transport_name)
+        is_foreign = manifest.transport != self._transport_name or self._is_group_bridge
+        if is_foreign:
+            require_transport(manifest, self._transport_name)
         return self.end
 
     def _end_for_group(self, group: GroupManifest) -> GroupEnd:

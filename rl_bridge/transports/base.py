@@ -7,7 +7,7 @@ the same for all. ``docs/how-to/write-a-transport.md`` says how to add one.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, Self
@@ -300,12 +300,11 @@ class ConsumerEnd(ABC):
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Tell the publisher; best effort where it is gone, never waits."""
 
-    def in_one_go(self) -> AbstractContextManager[None]:
-        """Inside, reports may wait for each other, to reach each publisher as one message.
+    in_one_go: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    """A method: inside, reports may wait for each other, to reach each publisher as one message.
 
-        Each message wakes a process, which may want the core of its sender.
-        """
-        return nullcontext()
+    Each message wakes a process, which may want the core of its sender.
+    """
 
     @abstractmethod
     def settle(self) -> None:
