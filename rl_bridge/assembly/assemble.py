@@ -22,7 +22,7 @@ import torch
 
 from rl_bridge.assembly.plan import ReshardPlan
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightBridgeUnavailableError
-from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_rows
+from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_rows, rows_differ
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.table import TensorTable
@@ -134,10 +134,7 @@ class Assembly:
         """Rows of the plan's table whose digests are not those that the group has for them."""
         rows, places = self._known_rows(group.layout)
         found, expected = digest_rows(digests)[rows], digest_rows(group.digests)[places]
-        if found.tobytes() == expected.tobytes():  # the usual case, and the faster comparison
-            return rows[:0]
-        differing: _Column = rows[(found != expected).any(axis=1)]
-        return differing
+        return rows[rows_differ(found, expected)]
 
     def compare(self, group: GroupManifest, digests: bytes) -> None:
         """Compare whole tensors with the digests that the group has for them.

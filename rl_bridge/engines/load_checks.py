@@ -47,11 +47,11 @@ def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
 def check_taken(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
     """Refuse tensors that the loader puts nowhere, except those whose bytes are there already."""
     found = equal_copies(plan, manifest)
-    lost = [name for name in _lost(plan, manifest) if name not in found]
+    lost = [name for name in plan.lost if name not in found]
     if not lost:
         return
     kinds = {_kind(manifest, name) for name in lost}
-    tied = [name for name in _tied(plan) if _kind(manifest, name) in kinds]
+    tied = [name for name in plan.tied if _kind(manifest, name) in kinds]
     hint = f"(What the engine ties to {tied} must have the same bytes.)" if tied else ""
     hints = " ".join(("", prefix_hint(lost) or hint)).rstrip()
     msg = (
@@ -68,8 +68,8 @@ def asks_for_bytes(plan: LoadPlan, group: GroupManifest) -> bool:
     """
     if group.is_unsharded_root:
         return False
-    tied = {_kind(group, name) for name in _tied(plan)}
-    return any(_kind(group, name) in tied for name in _lost(plan, group))
+    tied = {_kind(group, name) for name in plan.tied}
+    return any(_kind(group, name) in tied for name in plan.lost)
 
 
 def equal_copies(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, str]:
@@ -79,11 +79,11 @@ def equal_copies(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, st
     Some engines have no layer for a head that they tie, but compute with their embedding: under
     the head's name the update may hold the embedding's tensor itself.
     """
-    rows, lost = manifest.table.rows, _lost(plan, manifest)
-    if not lost:  # as in nearly every update
+    rows = manifest.table.rows
+    if not plan.lost:  # as in nearly every update
         return {}
     alike: dict[object, str] = {
-        (_kind(manifest, name), digest_of(manifest, name)): name for name in _tied(plan)
+        (_kind(manifest, name), digest_of(manifest, name)): name for name in plan.tied
     }
     alike |= {
         rows[route.source]: route.source
@@ -91,22 +91,10 @@ def equal_copies(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, st
         if any(hasattr(user.module, "num_embeddings") for user in plan.targets[route.target].users)
     }
     found = {}
-    for name in lost:
+    for name in plan.lost:
         other = alike.get((_kind(manifest, name), digest_of(manifest, name)))
         found[name] = alike.get(rows[name]) if other is None else other
     return {name: other for name, other in found.items() if other is not None}
-
-
-def _lost(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[str]:
-    """Tensors that the loader puts nowhere."""
-    return sorted(manifest.table.rows.keys() - plan.taken)
-
-
-def _tied(plan: LoadPlan) -> list[str]:
-    """Tensors that go to parameters which have several places in the model, and nowhere else."""
-    routes = list(plan.routes())  # (of ranks, each has only its part)
-    alone = {route.source for route in routes if not plan.targets[route.target].is_tied}
-    return sorted({route.source for route in routes} - alone)
 
 
 def _kind(manifest: WeightUpdateManifest, name: str) -> tuple[str, tuple[int, ...]]:

@@ -219,6 +219,18 @@ class LoadPlan:
         return [(route, other) for route, other in others if route.source != other]
 
     @cached_property
+    def lost(self) -> list[str]:
+        """Tensors of the update that the loader puts nowhere."""
+        return sorted(self.dtypes.keys() - self.taken)
+
+    @cached_property
+    def tied(self) -> list[str]:
+        """Tensors that go only to parameters which have several places in the model."""
+        routes = self.routes()  # (of ranks, each has only its part)
+        alone = {route.source for route in routes if not self.targets[route.target].is_tied}
+        return sorted({route.source for route in routes} - alone)
+
+    @cached_property
     def casts(self) -> dict[tuple[str, torch.dtype], None]:
         """Tensors that are loaded in another dtype, and that dtype."""
         pairs = ((route.source, self.targets[route.target].meta.dtype) for route in self.routes())

@@ -130,7 +130,8 @@ def share_of(plan: LoadPlan, group: GroupManifest) -> GroupShare:
         index: [in_box(step) if isinstance(step, Route) else step for step in found]
         for index, found in plan.steps.items()
     }
-    boxed = replace(plan, steps=steps, taken=frozenset(boxes))
+    dtypes = {name: plan.dtypes[name] for name in boxes}
+    boxed = replace(plan, steps=steps, taken=frozenset(boxes), dtypes=dtypes)
     table = TensorTable.pack({name: (wholes[name].dtype, size) for name, size in sizes.items()})
     return GroupShare(WantedLayout(wanted), table, boxed)
 

@@ -27,7 +27,8 @@ LENGTH_NBYTES = 8
 PAD_NBYTES = 1_024
 DIGEST_NBYTES = 16
 
-_DIGEST = np.dtype((np.void, DIGEST_NBYTES))
+DIGEST = np.dtype((np.void, DIGEST_NBYTES))
+"""One digest, as an item of an array."""
 _DIGITS = np.dtype((np.void, 2 * DIGEST_NBYTES))
 _FILLING = threading.Lock()
 _quote = json.encoder.encode_basestring_ascii
@@ -73,7 +74,13 @@ def digest_rows(block: bytes | bytearray) -> npt.NDArray[np.uint8]:
 
 def digests_differ(one: bytes, other: bytes) -> npt.NDArray[np.bool_]:
     """Which digests of two blocks differ."""
-    differs: npt.NDArray[np.bool_] = (digest_rows(one) != digest_rows(other)).any(axis=1)
+    return rows_differ(digest_rows(one), digest_rows(other))
+
+
+def rows_differ(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Which digests of two arrays, shape [digests, 16], differ: half a digest at a time."""
+    high, low = (one.view(np.uint64) != other.view(np.uint64)).T
+    differs: npt.NDArray[np.bool_] = high | low
     return differs
 
 
@@ -127,7 +134,7 @@ class RootPlan:
             raise MalformedManifest(msg)
         if not expected:  # a rank of a group may hold nothing
             return xxhash.xxh3_128_digest(b"")
-        ordered = np.frombuffer(digests, _DIGEST)[self._order]
+        ordered = np.frombuffer(digests, DIGEST)[self._order]
         # In the block itself unless another thread uses it: a copy takes as long as all the rest.
         if not _FILLING.acquire(blocking=False):  # another thread; or was, when this child forked
             return self._filled(self._block.copy(), ordered)

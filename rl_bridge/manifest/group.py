@@ -6,7 +6,7 @@ same three parts, in the same order: ``format``, ``header`` (small, new for ever
 header of each rank's own manifest) and ``layout`` (large, the same for a whole run, sent once).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import xxhash
@@ -207,8 +207,7 @@ class GroupManifest(WeightUpdateManifest):
             return None
         return self.digests[place * DIGEST_NBYTES : (place + 1) * DIGEST_NBYTES]
 
-    def _short_header(self) -> dict[str, JSONValue]:
-        """The header without what is long: the digests, and the parts."""
+    def _header_but_digests(self) -> dict[str, JSONValue]:
         return {
             "created_at": self.created_at,
             "layout_digest": self.layout_digest,
@@ -219,15 +218,26 @@ class GroupManifest(WeightUpdateManifest):
             "weight_version": self.weight_version,
         }
 
-    def _header_but_digests(self) -> dict[str, JSONValue]:
-        return {**self._short_header(), "parts": [part.header() for part in self.parts]}
+    def header(self) -> dict[str, JSONValue]:
+        """See `Manifest`."""
+        return {**super().header(), "parts": [part.header() for part in self.parts]}
+
+    def header_pieces(self) -> Iterator[str]:
+        """See `Manifest`."""
+        *before, last = super().header_pieces()
+        at = last.rindex(',"publisher_id":')  # behind it no value is the user's own
+        yield from before
+        yield f'{last[:at]},"parts":['
+        for place, part in enumerate(self.parts):
+            yield from ("," * bool(place), *part.header_pieces())
+        yield f"]{last[at:]}"
 
     @property
     def header_digest(self) -> bytes:
         """16 bytes over the update part: each rank keeps them beside the bytes of its own part."""
         # The roots stand for the digests, which they cover: they are long.
         digests = [part.header_digest.hex() for part in self.parts]
-        text = canonical_json({**self._short_header(), "parts": digests})
+        text = canonical_json({**self._header_but_digests(), "parts": digests})
         return xxhash.xxh3_128_digest(text.encode("ascii"))
 
     @classmethod
@@ -248,7 +258,8 @@ class GroupManifest(WeightUpdateManifest):
 
 
 def _part(header: JSONValue, table: TensorTable) -> WeightUpdateManifest:
+    if not isinstance(header, dict):
+        raise MalformedManifest(f"the header of a group's part is no JSON object. {RESEND}")
     # Added for each part: a large group has more layouts than are kept.
     WeightUpdateManifest.known_layouts.add(table)
-    text = f'{{"format":"{WeightUpdateManifest.FORMAT}","header":{canonical_json(header)}}}'
-    return WeightUpdateManifest.from_json(text)
+    return WeightUpdateManifest.of_header(header, "}")

@@ -24,10 +24,12 @@ from rl_bridge.errors import MalformedManifest
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.coverage import Held, WholeTensor
 from rl_bridge.manifest.digest import (
+    DIGEST,
     DIGEST_NBYTES,
     LEAF_NBYTES,
     digest_bytes,
     digest_rows,
+    rows_differ,
     tensor_digest,
 )
 from rl_bridge.manifest.dtypes import dtype_nbytes
@@ -62,9 +64,10 @@ class _Cut(NamedTuple):
 
     def digests(self, all_rows: _Rows) -> _Rows:
         """The whole tensors' digests."""
-        parts = all_rows[self.rows].reshape(len(self.rows), -1)
-        texts = np.hstack((self.heads, parts))
-        return digest_rows(b"".join(map(xxhash.xxh3_128_digest, texts)))
+        texts = np.empty((len(self.rows), 1 + self.rows.shape[1]), DIGEST)
+        texts[:, 0] = self.heads.view(DIGEST)[:, 0]
+        texts[:, 1:] = all_rows.view(DIGEST)[:, 0][self.rows]  # whole digests: ten times as fast
+        return digest_rows(b"".join(map(xxhash.xxh3_128_digest, texts.view(np.uint8))))
 
 
 class Replica(NamedTuple):
@@ -144,7 +147,7 @@ class DigestPlan:
         Those of kind ``leaves`` are left out: they need the leaf lists.
         """
         found = self._without_leaves(digests)
-        differs = (found != digest_rows(claimed)).any(axis=1)
+        differs = rows_differ(found, digest_rows(claimed))
         differs[[place for place, _, _ in self._leafy]] = False
         return np.flatnonzero(differs).tolist()
 

@@ -11,12 +11,11 @@ the header (all built-in ones do) also refuses one whose fields were forced by w
 """
 
 import base64
-import binascii
 import threading
 import time
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from operator import is_
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
@@ -43,6 +42,7 @@ from rl_bridge.manifest.canonical import (
     FrozenJSON,
     JSONValue,
     canonical_json,
+    decode_base64,
     decode_json,
     malformed,
     thaw,
@@ -53,6 +53,10 @@ from rl_bridge.manifest.table import DescriptorMap, Layout, TensorTable
 
 _LAYOUT_KEY = ',"layout":'
 _WHITE = " \t\r\n"
+# Text of which most is digests: those of 10,000 tensors.
+_LONG = 1 << 18
+_DIGITS = "_digits"
+"""Where a manifest that is being read has the base64 text of its digests until it is compared."""
 
 Identifier = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
 _Layout = TypeVar("_Layout", bound=Layout)
@@ -157,7 +161,10 @@ class Manifest(Frozen):
 
     @abstractmethod
     def _header_but_digests(self) -> dict[str, JSONValue]:
-        """The update part without its digests, which are long; its values may be frozen."""
+        """The update part without what is long: its digests, and those of parts.
+
+        Its values may be frozen.
+        """
 
     @property
     @abstractmethod
@@ -170,14 +177,17 @@ class Manifest(Frozen):
         plain: dict[str, JSONValue] = thaw({**self._header_but_digests(), "digests": digests})
         return plain
 
-    def _header_text(self) -> str:
-        """Canonical JSON of `header`."""
+    def header_pieces(self) -> Iterator[str]:
+        """Canonical JSON of `header`, in pieces: the digests are long, and need not be joined."""
         # The digits of base64 are put in as they are: an encoder would look at each of them. The
         # keys are sorted, and ``digests`` comes behind ``created_at``, which is a number.
         text = self._short_text()
         end = text.index(",", text.index('"created_at":'))
-        digests = base64.b64encode(self.digests).decode("ascii")
-        return f'{text[:end]},"digests":"{digests}"{text[end:]}'
+        yield f'{text[:end]},"digests":"'
+        # What was read has been canonical base64: who compares it with its text writes it as it is.
+        digits = self.__dict__.pop(_DIGITS, None)
+        yield base64.b64encode(self.digests).decode("ascii") if digits is None else digits
+        yield f'"{text[end:]}'
 
     def _short_text(self) -> str:
         """Canonical JSON of the header without its digests."""
@@ -201,7 +211,7 @@ class Manifest(Frozen):
                 already, through an earlier full manifest of the same run.
 
         """
-        head = f"{self._prefix()}{self._header_text()}"
+        head = f"{self._prefix()}{''.join(self.header_pieces())}"
         return f"{head}{_LAYOUT_KEY}{self._layout_part.text}}}" if layout else f"{head}}}"
 
     @classmethod
@@ -238,6 +248,8 @@ class Manifest(Frozen):
             given = type(text).__name__
             msg = f"from_json got a {given}, expected a {cls.KIND}'s text. {RESEND}"
             raise MalformedManifest(msg)
+        if type(text) is str and text.isascii():  # which takes no time
+            return text.rstrip(_WHITE)
         try:
             ascii_text = text.decode("ascii") if isinstance(text, bytes) else text
             return ascii_text.encode("ascii").decode().rstrip(_WHITE)
@@ -253,10 +265,32 @@ class Manifest(Frozen):
             )
             raise MalformedManifest(msg)
         start = len(cls._prefix())
-        header, end = decode_json(text, start)
+        header, end = decode_json(text, start, has_long_strings=len(text) > _LONG)
         if not isinstance(header, dict):
             raise MalformedManifest(f"the {cls.KIND}'s header is no JSON object. {RESEND}")
-        layout = cls._find_layout(header.pop("layout_digest", None), text[end:])
+        manifest = cls.of_header(header, text[end:])
+        # Compared with what this manifest writes, not only with the canonical form of what was
+        # read: a loose number or a default that was left out would give one manifest two texts.
+        at = start
+        for piece in manifest.header_pieces():
+            if not text.startswith(piece, at):
+                at = -1
+                break
+            at += len(piece)
+        if at != end:
+            msg = f"the {cls.KIND}'s header is not canonical JSON: it was rewritten. {RESEND}"
+            raise MalformedManifest(msg)
+        return manifest
+
+    @classmethod
+    def of_header(cls, header: dict[str, JSONValue], rest: str) -> Self:
+        """Make the manifest of what was read of its header, and the text behind it.
+
+        Raises:
+            WeightManifestValidationError: the subclass says what is wrong.
+
+        """
+        layout = cls._find_layout(header.pop("layout_digest", None), rest)
         expected = cls.model_fields.keys() - {cls.LAYOUT_FIELD} - cls.DERIVED
         if expected != header.keys():
             msg = (
@@ -267,24 +301,17 @@ class Manifest(Frozen):
         if header["root"] == "":
             msg = f"{cls.KIND} field root is missing: nothing ties the digests together. {RESEND}"
             raise MalformedManifest(msg)
+        digits = header["digests"]
         cls._decode_fields(header, layout)
         manifest = cls(**header, **{cls.LAYOUT_FIELD: layout})
-        # Compared with what this manifest writes, not only with the canonical form of what was
-        # read: a loose number or a default that was left out would give one manifest two texts.
-        if manifest._header_text() != text[start:end]:
-            msg = f"the {cls.KIND}'s header is not canonical JSON: it was rewritten. {RESEND}"
-            raise MalformedManifest(msg)
+        manifest.__dict__[_DIGITS] = digits
         return manifest
 
     @classmethod
     def _decode_fields(cls, header: dict[str, JSONValue], layout: Any) -> None:
         """Give the header's fields the form that the model takes."""
         del layout
-        try:
-            header["digests"] = base64.b64decode(header["digests"], validate=True)
-        except (binascii.Error, ValueError, TypeError) as error:
-            msg = f"{cls.KIND} field digests is no base64 text: {error}. {RESEND}"
-            raise MalformedManifest(msg) from error
+        header["digests"] = decode_base64(header["digests"], f"{cls.KIND} field digests")
 
     @classmethod
     def _find_layout(cls, digest: JSONValue, rest: str) -> Layout:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from rl_bridge.errors import ChecksumMismatch, StaleUpdate
 from rl_bridge.manifest.columns import Blocks, bits_of
-from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_rows
+from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_rows, rows_differ
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.packing import LeafPlan, blocks_at, checked_block, checked_columns
@@ -179,7 +179,7 @@ class PartNeeds:
         addresses = (self.starts + base).astype(np.uint64)
         if not self.has_leaves:
             found = digest_rows(verify.digest(addresses, num_threads=num_threads))
-            differs = (found != digest_rows(part.digests)[self.rows]).any(axis=1)
+            differs = rows_differ(found, digest_rows(part.digests)[self.rows])
             if differs.any():
                 raise self._damaged(part, int(np.flatnonzero(differs)[0]))
             return
@@ -306,8 +306,7 @@ def _in_columns(table: TensorTable, wanted: _Column) -> tuple[Blocks, _Column]:
 def _differ(found: npt.NDArray[np.uint8], listed: bytes, at: _Column) -> npt.NDArray[np.bool_]:
     """Which digests are not those at some places of a list."""
     expected = np.frombuffer(listed, np.uint8)[at[:, None] + np.arange(DIGEST_NBYTES)]
-    differs: npt.NDArray[np.bool_] = (found != expected).any(axis=1)
-    return differs
+    return rows_differ(found, expected)
 
 
 def _joined(ranges: _Column, counts: _Column) -> tuple[_Column, _Column, _Column]:

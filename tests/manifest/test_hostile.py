@@ -187,6 +187,32 @@ def test_base64_with_stray_bits_is_malformed() -> None:
     refused(assemble(HEADER | {"digests": stray}, LAYOUT), MalformedManifest, "not canonical")
 
 
+def test_base64_of_the_other_alphabet_is_malformed() -> None:
+    other = base64.urlsafe_b64encode(b"\xfb" * 32).decode()
+    text = assemble(HEADER | {"digests": other}, LAYOUT)
+    refused(text, MalformedManifest, "digests is not canonical base64")
+
+
+LONG = make_manifest(make_table(), metadata={"digests": '"\\\n\u00e9', "note": "x" * (1 << 19)})
+LONG_CASES = {
+    "control-character": ('"note":"x', '"note":"\t', "not canonical JSON"),
+    "escape": ('"note":"x', '"note":"\\u0078', "not canonical JSON"),
+    "repeated-key": ('"note":"x', '"note":"","note":"x', "repeats the keys"),
+    "open-string": ('xx"', "xx", "no valid JSON"),
+}
+
+
+def test_a_manifest_of_long_text_is_read_back() -> None:
+    assert read(LONG.to_json()) == LONG
+    assert read(LONG.to_json()).to_json() == LONG.to_json()
+
+
+@pytest.mark.parametrize("case", LONG_CASES)
+def test_long_text_that_is_not_canonical_is_malformed(case: str) -> None:
+    sound, damaged, said = LONG_CASES[case]
+    refused(LONG.to_json().replace(sound, damaged), MalformedManifest, said)
+
+
 def test_layout_metadata_without_its_defaults_is_malformed() -> None:
     # Accepting it would give one manifest two texts.
     for metadata in ({"step": 1}, {"layout": {}, "step": 1}):
