@@ -28,7 +28,7 @@ from rl_bridge.errors import ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.tensors import tensor_key
+from rl_bridge.memory.tensors import TensorFacts
 
 
 class _Part(NamedTuple):
@@ -285,13 +285,17 @@ class Untouched:
         num_threads: int | None,
     ) -> None:
         """Digest them as they are now."""
-        # By storage: where a parameter is written in place, its views change with it.
-        storages = {_storage(tensor) for tensor in written}
-        self._num_threads = num_threads
-        self._tensors = {
+        written = {id(tensor): tensor for tensor in written}
+        others = {
             name: tensor
             for name, tensor in every.items()
-            if tensor.numel() and not tensor.is_meta and _storage(tensor) not in storages
+            if id(tensor) not in written and tensor.numel() and not tensor.is_meta
+        }
+        # By storage: where a parameter is written in place, its views change with it.
+        storages = {_storage(tensor) for tensor in written.values()} if others else set()
+        self._num_threads = num_threads
+        self._tensors = {
+            name: tensor for name, tensor in others.items() if _storage(tensor) not in storages
         }
         self._digests = self._read()
 
@@ -311,12 +315,17 @@ class Places:
     def __init__(self, model: torch.nn.Module, every: Mapping[str, torch.Tensor]) -> None:
         """Note them as they are now."""
         self._model = model
-        self._before = _looked_at(every)
+        self._before = {name: id(tensor) for name, tensor in every.items()}
+        self._facts = TensorFacts(list(every.values()))
 
     def check(self) -> None:
         """Look again."""
-        now, before = _looked_at(dict(tensors_of(self._model))), self._before
+        every, before = dict(tensors_of(self._model)), self._before
+        now = {name: id(tensor) for name, tensor in every.items()}
         lost = sorted(name for name in now.keys() | before if now.get(name) != before.get(name))
+        if not lost:
+            tensors = [every[name] for name in before]
+            lost = [list(before)[place] for place in self._facts.moved(tensors)]
         if lost:
             msg = (
                 f"undo failed: the engine's tensor {lost[0]!r} is not the one that was there "
@@ -332,10 +341,6 @@ def _attributes(staged: Staged) -> dict[str, torch.Tensor]:
         for attribute in staged.attributes
         if isinstance(attribute.value, torch.Tensor)
     }
-
-
-def _looked_at(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    return {name: (id(tensor), tensor_key(tensor)) for name, tensor in tensors.items()}
 
 
 def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

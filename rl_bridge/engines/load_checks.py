@@ -7,16 +7,20 @@ one request leaves of them in an engine's caches outlives the update.
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 
 import torch
 
+from rl_bridge.bridge.consumer import ImportedShare
 from rl_bridge.engines.load_plan import Kinds, LoadPlan
 from rl_bridge.engines.shards import digest_of
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.installers.engine_memory import prefix_hint
+from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import default_threads
+from rl_bridge.memory.views import ImportedTensors, tensor_in
 
 _SHOWN = 5
 # Pairs of numbers, all finite; torch reads none of them. (Before torch 2.8 it has no such dtype.)
@@ -162,6 +166,25 @@ def are_finite(tensors: Iterable[torch.Tensor], *, num_threads: int | None) -> b
     """Whether no number is NaN or Inf; False also if only each tensor by itself would tell."""
     pieces = [("", piece) for tensor in tensors for piece in _pieces(tensor)]
     return all(_found(list(_batches(pieces)), num_threads or default_threads()))
+
+
+def as_it_lies(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
+    """All of an imported update, neighbours of one dtype as one tensor; None if it is not whole.
+
+    Between its tensors an arena has zeros, and what else stood there could only be taken for NaN.
+    """
+    if not isinstance(tensors, ImportedTensors) or isinstance(tensors, ImportedShare):
+        return None
+    if tensors.device.type != "cpu":
+        return None
+    found, first, table = [], 0, tensors.table
+    for dtype, rows in groupby(table.dtypes):
+        last = first + sum(1 for _ in rows) - 1
+        start, end = table.offsets[first], table.offsets[last] + table.nbytes[last]
+        shape = ((end - start) // DTYPE_NBYTES[dtype],)
+        found.append(tensor_in(tensors.pin, start, end - start, dtype, shape))
+        first = last + 1
+    return found
 
 
 def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:

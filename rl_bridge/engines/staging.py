@@ -155,10 +155,10 @@ class SpareMemory:
         self._free = {}
 
     def _is_made_here(self, address: int) -> bool:
-        return any(
-            buffer() is not None and start <= address < start + nbytes
-            for buffer, start, nbytes in self._made
-        )
+        for buffer, start, nbytes in self._made:  # one or two: a generator takes longer
+            if start <= address < start + nbytes and buffer() is not None:
+                return True
+        return False
 
 
 def _fits(spare: torch.Tensor | None, target: Target) -> bool:

@@ -69,6 +69,13 @@ class TensorFacts:
             return bool(_ask("facts_hold", tensors, self._record, torch.Tensor.is_neg))
         return self.hold(tensors) and not any(map(torch.Tensor.is_neg, tensors))
 
+    def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Positions of those that are not the views of the memory that they were."""
+        if self.hold(tensors):
+            return []
+        both = enumerate(zip(tensors, self._noted(), strict=True))
+        return [index for index, (tensor, key) in both if tensor_key(tensor) != key]
+
     def restore(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Make `tensors` again the views that they were, of the storages that they have now.
 
