@@ -23,6 +23,7 @@ from rl_bridge.engines.shards import (
     told_digest,
     verify_again,
 )
+from rl_bridge.engines.skeleton import Target
 from rl_bridge.engines.staging import Assembled, Staged, TensorChange
 from rl_bridge.errors import ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof
@@ -34,7 +35,6 @@ from rl_bridge.memory.tensors import TensorFacts
 class _Part(NamedTuple):
     """Part of a parameter, the step that wrote it, and the digest that it must have."""
 
-    name: str
     step: Route
     tensor: torch.Tensor
     expected: bytes
@@ -103,7 +103,7 @@ class Evidence:
             return
         if assembled.borrowed:
             self._borrowed[index] = assembled.tensor.nbytes
-            for step in self._routes(index):
+            for step in self._plan.routes_to[index]:
                 self._rows[self._row(step)] = digest_of(self._manifest, step.source)
             return
         self._packed[index] = self._compare(self._parts(index, assembled.tensor))
@@ -143,7 +143,7 @@ class Evidence:
 
     def _lent(self) -> set[str]:
         """Names of the tensors that were packed right out of the update's own memory."""
-        return {step.source for index in self._borrowed for step in self._routes(index)}
+        return {step.source for index in self._borrowed for step in self._plan.routes_to[index]}
 
     # ---- after it -------------------------------------------------------------------------------
 
@@ -179,9 +179,11 @@ class Evidence:
             target = self._plan.targets[index]
             if target.is_consumed or id(target.live) in processed:
                 continue
-            live = target.serving()
-            parts += self._parts(index, live)
-            self._check_padding(index, live)
+            parts += self._parts(index, target.serving())
+        for fill in self._plan.fills:
+            target = self._plan.targets[fill.target]
+            if not (target.is_consumed or id(target.live) in processed):
+                _check_padding(target, fill)
         return self._compare(parts)
 
     def _check_staged(self, staged: Staged) -> int:
@@ -226,21 +228,17 @@ class Evidence:
                 )
                 raise ProofFailed(msg)
 
-    def _routes(self, index: int) -> list[Route]:
-        return [step for step in self._plan.steps[index] if isinstance(step, Route)]
-
     def _row(self, step: Route) -> int:
         return self._manifest.table.rows[step.source]
 
     def _parts(self, index: int, memory: torch.Tensor) -> list[_Part]:
-        name = self._plan.targets[index].name
         parts = []
-        for step in self._routes(index):
+        for step in self._plan.routes_to[index]:
             if step.is_whole and self._plan.dtypes[step.source] == memory.dtype:
                 expected = digest_of(self._manifest, step.source)
             else:
                 expected = self._expected[step, memory.dtype]
-            parts.append(_Part(name, step, step.target_view.of(memory), expected))
+            parts.append(_Part(step, step.target_view.of(memory), expected))
         return parts
 
     def _compare(self, parts: Sequence[_Part]) -> int:
@@ -249,20 +247,11 @@ class Evidence:
         for part, digest in zip(parts, found, strict=True):
             if digest != part.expected:
                 what = f"tensor {part.step.source!r} of version {version}"
-                raise ProofFailed(_text(part.name, what, digest, part.expected))
+                name = self._plan.targets[part.step.target].name
+                raise ProofFailed(_text(name, what, digest, part.expected))
             # The digest of a slice proved that it is the slice of this verified tensor.
             self._rows[self._row(part.step)] = digest_of(self._manifest, part.step.source)
         return sum(part.tensor.numel() * part.tensor.element_size() for part in parts)
-
-    def _check_padding(self, index: int, live: torch.Tensor) -> None:
-        for step in self._plan.steps[index]:
-            if isinstance(step, Fill) and not (step.target_view.of(live) == step.value).all():
-                msg = (
-                    f"parameter {self._plan.targets[index].name!r}: its padding is not "
-                    f"{step.value}. Install the update again; if that fails too, something else "
-                    "writes to the engine."
-                )
-                raise ProofFailed(msg)
 
     def _root(self) -> str:
         rows = self._manifest.table.rows
@@ -332,6 +321,15 @@ class Places:
                 "before the install. Call recover(), or start a fresh engine."
             )
             raise TornEngine(msg)
+
+
+def _check_padding(target: Target, fill: Fill) -> None:
+    if not (fill.target_view.of(target.serving()) == fill.value).all():
+        msg = (
+            f"parameter {target.name!r}: its padding is not {fill.value}. Install the update "
+            "again; if that fails too, something else writes to the engine."
+        )
+        raise ProofFailed(msg)
 
 
 def _attributes(staged: Staged) -> dict[str, torch.Tensor]:

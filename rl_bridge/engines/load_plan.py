@@ -69,7 +69,9 @@ class View:
     offset: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Look at that part."""
+        """Look at that part; if it is all of the tensor, that is the tensor itself."""
+        if not self.offset and tensor.shape == self.shape and tensor.stride() == self.stride:
+            return tensor
         return torch.as_strided(
             tensor, self.shape, self.stride, tensor.storage_offset() + self.offset
         )
@@ -187,7 +189,20 @@ class LoadPlan:
 
     @cached_property
     def _routes(self) -> list[Route]:
-        return [step for steps in self.steps.values() for step in steps if isinstance(step, Route)]
+        return [route for routes in self.routes_to.values() for route in routes]
+
+    @cached_property
+    def routes_to(self) -> dict[int, list[Route]]:
+        """Position of a target -> the copies into it."""
+        return {
+            index: [step for step in steps if isinstance(step, Route)]
+            for index, steps in self.steps.items()
+        }
+
+    @cached_property
+    def fills(self) -> list[Fill]:
+        """All numbers that are written as padding."""
+        return [step for steps in self.steps.values() for step in steps if isinstance(step, Fill)]
 
     def routes(self) -> Sequence[Route]:
         """All copies, in the loader's order within each target."""

@@ -115,8 +115,10 @@ class Target:
 
     def serving(self) -> torch.Tensor:
         """The parameter that the engine computes with."""
-        live, *others = (user.live for user in self.users)
-        if live is None or any(other is not live for other in others):
+        live = self.live
+        if live is None or (
+            len(self.users) > 1 and any(user.live is not live for user in self.users)
+        ):
             msg = (
                 f"parameter {self.name!r}: {[user.name for user in self.users]} no longer share "
                 "one tensor. Start a fresh engine."

@@ -106,8 +106,7 @@ class SpareMemory:
         self._made: list[tuple[weakref.ref[object], int, int]] = []
 
     def take(self, targets: Mapping[int, Target]) -> dict[int, torch.Tensor]:
-        """Memory for parameters, by position; memory that a view still uses is not taken again."""
-        self._free = {i: kept for i, kept in self._free.items() if not _is_looked_at(kept)}
+        """Memory for parameters, by position: of what was kept, nobody else has a view."""
         missing = {i: one for i, one in targets.items() if not _fits(self._free.get(i), one)}
         self._free |= self._make(missing)
         return {i: self._free.pop(i) for i in targets}
