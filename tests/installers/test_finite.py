@@ -1,8 +1,12 @@
 """Numbers that are none are found in every dtype, and large ones are no such."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
+from rl_bridge import make_weight_bridge
+from rl_bridge.engines import EngineCompat, ModelInstaller
 from rl_bridge.engines.load_checks import check_finite
 from rl_bridge.errors import IncompatibleUpdate
 
@@ -51,3 +55,33 @@ def test_one_bad_number_is_found_in_any_piece_by_any_number_of_threads(
         check_finite({"a": good, "b": good}, ["a", "b"], num_threads=num_threads)
         with pytest.raises(IncompatibleUpdate, match="'b': 1 of its 1000 numbers"):
             check_finite({"a": good, "b": bad}, ["a", "b"], num_threads=num_threads)
+
+
+class _Small(torch.nn.Module):
+    """Small parameters of two dtypes, one of which holds no fractions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.int64), "c": torch.zeros(5)}
+        for name, tensor in made.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+
+    def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in given:
+            getattr(self, name).data.copy_(tensor)
+
+
+def test_of_an_imported_update_of_small_tensors_the_one_with_nan_is_named() -> None:
+    installer = ModelInstaller(_Small(), EngineCompat())
+    tensors = {name: tensor.detach() + 1 for name, tensor in _Small().named_parameters()}
+    with make_weight_bridge("shared-memory", suspicious="off") as bridge:
+        sound = bridge.publish(tensors, weight_version=1)
+        given = bridge.import_update(sound)
+        installer.prepare(sound, given)
+        installer.install(sound, given)
+        assert installer.prove().root == sound.root
+        installer.commit()
+        tensors["c"][2] = torch.nan
+        bad = bridge.publish(tensors, weight_version=2)
+        with pytest.raises(IncompatibleUpdate, match="'c': 1 of its 5 numbers are NaN or Inf"):
+            installer.prepare(bad, bridge.import_update(bad))
