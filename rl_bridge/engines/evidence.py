@@ -274,14 +274,14 @@ class Untouched:
         num_threads: int | None,
     ) -> None:
         """Digest them as they are now."""
-        written = {id(tensor): tensor for tensor in written}
+        mine = {id(tensor): tensor for tensor in written}
         others = {
             name: tensor
             for name, tensor in every.items()
-            if id(tensor) not in written and tensor.numel() and not tensor.is_meta
+            if id(tensor) not in mine and tensor.numel() and not tensor.is_meta
         }
         # By storage: where a parameter is written in place, its views change with it.
-        storages = {_storage(tensor) for tensor in written.values()} if others else set()
+        storages = {_storage(tensor) for tensor in mine.values()} if others else set()
         self._num_threads = num_threads
         self._tensors = {
             name: tensor for name, tensor in others.items() if _storage(tensor) not in storages
