@@ -238,7 +238,9 @@ class Evidence:
                 expected = digest_of(self._manifest, step.source)
             else:
                 expected = self._expected[step, memory.dtype]
-            parts.append(_Part(step, step.target_view.of(memory), expected))
+            view = step.target_view
+            part = memory if view.is_all_of(memory) else view.of(memory)
+            parts.append(_Part(step, part, expected))
         return parts
 
     def _compare(self, parts: Sequence[_Part]) -> int:

@@ -69,12 +69,14 @@ class View:
     offset: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Look at that part; if it is all of the tensor, that is the tensor itself."""
-        if not self.offset and tensor.shape == self.shape and tensor.stride() == self.stride:
-            return tensor
+        """Look at that part."""
         return torch.as_strided(
             tensor, self.shape, self.stride, tensor.storage_offset() + self.offset
         )
+
+    def is_all_of(self, tensor: torch.Tensor) -> bool:
+        """Whether that part is the tensor as it lies."""
+        return not self.offset and (self.shape, self.stride) == (tensor.shape, tensor.stride())
 
     def once(self) -> "View":
         """The same part, without the dimensions in which it repeats itself."""
