@@ -82,7 +82,7 @@ def adapter_extractor(trainer: str) -> WeightExtractor:
     if trainer == "fsdp2":
         return FSDPWeightExtractor(sharded(), adapter="policy")
     if trainer == "fsdp1":
-        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        options: Any = {"use_orig_params": True, "device_id": torch.device("cpu")}
         return FSDPWeightExtractor(FullyShardedDataParallel(adapted(), **options), adapter="policy")
     # (It changes PATH for its process when it is imported.)
     from tests.trainers.deepspeed_cases import engine

@@ -48,9 +48,18 @@ class VLLMClient(EngineClient):
     def stop(self, mode: str) -> None:
         """Pause the scheduler by one of vLLM's modes."""
 
-    @abstractmethod
     def adapters_in_use(self) -> frozenset[int]:
-        """Ids of the LoRA adapters that requests under way ask for, those that wait included."""
+        """Ids of the LoRA adapters that requests under way ask for, those that wait included.
+
+        Raises:
+            WeightBridgeUnavailableError: the engine does not tell, such as a server.
+
+        """
+        msg = (
+            "this engine does not tell which adapters its requests ask for, so versions of an "
+            "adapter cannot be kept apart in it. Use an LLM or an AsyncLLM of this process."
+        )
+        raise WeightBridgeUnavailableError(msg)
 
     def pause(self, mode: str | None, *, undoes: bool = False) -> None:
         """Stop scheduling: ``keep`` freezes requests, ``wait`` ends them, ``abort`` aborts them."""
@@ -326,14 +335,6 @@ class ServerClient(VLLMClient):
                 raise self._strange("get_world_size", told)
             sizes.append(size)
         return sizes[0] // sizes[1]
-
-    def adapters_in_use(self) -> frozenset[int]:
-        """Refuse: a server does not tell."""
-        msg = (
-            f"the server at {self._server} does not tell which adapters its requests ask for, so "
-            "versions of an adapter cannot be kept apart there. Use an LLM or an AsyncLLM."
-        )
-        raise WeightBridgeUnavailableError(msg)
 
     def stop(self, mode: str) -> None:
         """Pause the scheduler."""
