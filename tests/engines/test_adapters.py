@@ -43,6 +43,7 @@ from tests.trainers_torch.publishing import RealTrainer
 LORA = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
 """What the engines are started with; on a CPU the last slot stays empty."""
 
+pytestmark = pytest.mark.timeout(600)  # engines start
 SETTINGS = [Setting(Kind("qwen3")), Setting(Kind("qwen3"), in_process=False, ranks=2)]
 
 
