@@ -266,11 +266,18 @@ class RolloutExecutor:
 
         Raises:
             UnknownUpdate: the engine does not hold it.
-            IncompatibleUpdate: the engine takes a model's weights only.
 
         """
-        with self._lock:
-            return self._lora_state(adapter).adapter.lora_request(version)
+        # Without the lock, which an update has as long as it lasts: it may wait for calls on the
+        # event loop in which this is asked.
+        engine = self._lora.get(adapter)
+        if engine is None:
+            msg = (
+                f"this executor has installed no LoRA adapter {adapter!r}, expected one of "
+                f"{sorted(self._lora)}. Install a version of it with update_weights first."
+            )
+            raise UnknownUpdate(msg)
+        return engine.adapter.lora_request(version)
 
     def check_servable(self) -> None:
         """Tell whether the engine may answer requests.

@@ -295,7 +295,7 @@ class Publisher:
         self, spec: AdapterSpec, metadata: Mapping[str, JSONValue], table: TensorTable
     ) -> dict[str, JSONValue]:
         if self._paired != spec.digest + table.digest:
-            spec.pairs(dict(zip(table.names, table.shapes, strict=True)))
+            spec.pairs({name: table.shapes[row] for name, row in table.rows.items()})
             self._paired = spec.digest + table.digest
         return spec.to_metadata(metadata)
 

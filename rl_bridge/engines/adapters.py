@@ -38,6 +38,15 @@ _FIRST_ID = 1 << 30
 
 Tensors = Mapping[str, torch.Tensor]
 
+# Fields of PEFT's configuration that make an adapter more, or other, than pairs of matrices.
+_VARIANTS = (
+    *("use_dora", "alora_invocation_tokens", "lora_bias", "layer_replication", "use_qalora"),
+    *("trainable_token_indices", "target_parameters", "arrow_config", "kasa_config"),
+    *("velora_config", "monteclora_config", "use_bdlora"),
+)
+# Ways to begin that change the trainer's base weights.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
 
 @dataclass(frozen=True, slots=True)
 class Resident:
@@ -145,9 +154,9 @@ class AdapterInstaller(RankInstaller):
     def drop(self, version: Resident) -> None:
         """Free a version's place; one that is not there is ignored."""
 
-    def places(self) -> int:
-        """How many versions may be resident at a time."""
-        return 1
+    @abstractmethod
+    def free_places(self) -> int:
+        """How many more versions the engine has room for."""
 
     # ---- the steps ------------------------------------------------------------------------------
 
@@ -168,19 +177,14 @@ class AdapterInstaller(RankInstaller):
                 "Publish it with adapter=."
             )
             raise IncompatibleUpdate(msg)
+        _require_plain(spec)
         pairs, others = self._paired(spec, manifest.table)
         self.check(spec, pairs, others)
         own = self._copied(manifest, tensors)
         check_finite(own, own)
         version = Resident(spec.name, manifest.weight_version, manifest.update_id)
-        numbers = {one.number: one for one in self.residents.values()}
-        if version.number in numbers:
-            msg = (
-                f"version {version.weight_version} would have the engine's id of version "
-                f"{numbers[version.number].weight_version}. Publish it again: it gets another one."
-            )
-            raise IncompatibleUpdate(msg)
-        self.stage(version, spec, pairs, own)
+        if manifest.update_id not in self.residents:  # else it comes again, after a loss
+            self.stage(version, spec, pairs, own)
         self._staged, self._manifest = version, manifest
 
     def install(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
@@ -208,7 +212,7 @@ class AdapterInstaller(RankInstaller):
     def abandon(self) -> None:
         """Free the place of what was staged and not committed."""
         version, self._staged, self._manifest = self._staged, None, None
-        if version is not None:
+        if version is not None and version.update_id not in self.residents:
             self.drop(version)
 
     def commit(self) -> None:
@@ -236,7 +240,7 @@ class AdapterInstaller(RankInstaller):
         return {
             "residents": [asdict(one) for one in self.residents.values()],
             "serving": self.serving if self.serving in self.residents else None,
-            "places": self.places(),
+            "free": self.free_places(),
         }
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -247,7 +251,7 @@ class AdapterInstaller(RankInstaller):
         """The adapter's pairs, and the tensors that are of none."""
         key = spec.digest, table.digest
         if self._pairs is None or self._pairs[0] != key:
-            shapes = dict(zip(table.names, table.shapes, strict=True))
+            shapes = {name: table.shapes[row] for name, row in table.rows.items()}
             self._pairs = key, spec.pairs(shapes), spec.others(shapes)
         return self._pairs[1:]
 
@@ -257,6 +261,12 @@ class AdapterInstaller(RankInstaller):
         The imported memory is the trainer's: it may change, and engines scale matrices in place.
         """
         assert isinstance(tensors, ImportedTensors)
+        if tensors.device.type != "cpu":
+            msg = (
+                f"version {manifest.weight_version} arrived on {tensors.device}, where no adapter "
+                "is staged from. Publish it in memory of the CPU: over shared-memory or nixl."
+            )
+            raise IncompatibleUpdate(msg)
         table = manifest.table
         if self._copies is None or self._copies[0] != table.digest:
             plan, pin = BytePlan(table.nbytes_column), anonymous_pin(table.arena_nbytes)
@@ -336,9 +346,12 @@ class AdapterDriver(EngineDriver):
         self.adapter = adapter
         self._used = used
         self._keep = keep
-        self._places = 1
-        self._residents: dict[str, Resident] = {}  # the oldest first
-        self._active: str | None = None
+        # The versions that all ranks hold, the active one first, then the newest: replaced as a
+        # whole, since requests are made in other threads, and in the engine's own event loop.
+        self._versions: tuple[Resident, ...] = ()
+        self._free = 0
+        self._partly: list[str] = []  # updates that only some ranks hold
+        self._idle: frozenset[str] = frozenset()  # without a request at the last look
 
     def resident(self, weight_version: int | None = None) -> Resident:
         """The version that new requests ask for, or another one that is still resident.
@@ -347,12 +360,11 @@ class AdapterDriver(EngineDriver):
             UnknownUpdate: the engine does not hold it.
 
         """
-        if weight_version is None and self._active is not None:
-            return self._residents[self._active]
-        for one in self._residents.values():
-            if one.weight_version == weight_version:
+        found = self._versions
+        for one in found:
+            if weight_version is None or one.weight_version == weight_version:
                 return one
-        held = [one.weight_version for one in self._residents.values()]
+        held = [one.weight_version for one in found]
         asked = "any version" if weight_version is None else f"version {weight_version}"
         msg = (
             f"the engine does not hold {asked} of adapter {self.adapter!r}, expected one of "
@@ -361,35 +373,67 @@ class AdapterDriver(EngineDriver):
         raise UnknownUpdate(msg)
 
     def commit(self) -> None:
-        """Let all ranks acknowledge; new requests ask for the version from now on."""
+        """Let all ranks acknowledge; new requests ask for the version from now on.
+
+        That holds also if a rank does not answer: all have staged and proven it, and the commit is
+        made up for with the next call.
+        """
         manifest = self._manifest
-        super().commit()
         if manifest is not None:
             version = Resident(self.adapter, manifest.weight_version, manifest.update_id)
-            self._residents[manifest.update_id], self._active = version, manifest.update_id
-            self.retire(self._keep)
+            self._versions = version, *(one for one in self._versions if one != version)
+        super().commit()
+        self.retire(self._keep)
 
     def retire(self, keep: int) -> None:
-        """Free the places of the oldest versions that no request is left of, until `keep` stay."""
-        surplus = len(self._residents) - max(keep, 1)
-        used = self._used() if surplus > 0 else frozenset()
-        idle = [
-            one.update_id
-            for one in self._residents.values()
-            if one.update_id != self._active and one.number not in used
-        ][: max(surplus, 0)]
-        if idle:
-            self._client.ask("retire", update_ids=idle)
-            for update_id in idle:
-                del self._residents[update_id]
+        """Free the places of the oldest versions that no request is left of, until `keep` stay.
+
+        A version goes if it was without a request at the look before as well: an engine's front
+        end forgets a request a moment before the engine itself has ended it.
+        """
+        used = self._used()
+        idle = frozenset(one.update_id for one in self._versions[1:] if one.number not in used)
+        surplus = max(len(self._versions) - max(keep, 1), 0)
+        oldest = [one.update_id for one in reversed(self._versions[1:])]
+        gone = [one for one in oldest if one in idle & self._idle][:surplus] + self._partly
+        self._idle = idle
+        if gone:
+            self._client.ask("retire", update_ids=gone)
+            self._versions = tuple(one for one in self._versions if one.update_id not in gone)
+            self._partly = []
 
     def _ensure_session(self) -> None:
         super()._ensure_session()
-        self.retire(self._places - 1)  # one is for the next version
+        self.retire(len(self._versions) if self._free else len(self._versions) - 1)
 
     def _describe_ranks(self) -> Replies:
         replies = super()._describe_ranks()
-        told = replies[0]
-        self._residents = {one["update_id"]: Resident(**one) for one in told["residents"]}
-        self._active, self._places = told["serving"], told["places"]
+        told = [{one["update_id"]: one for one in reply["residents"]} for reply in replies]
+        on_all = set.intersection(*(set(one) for one in told))
+        serving = replies[0]["serving"]
+        # (A rank tells its versions in the order in which they were committed.)
+        held = [Resident(**one) for one in reversed(told[0].values()) if one["update_id"] in on_all]
+        self._versions = tuple(sorted(held, key=lambda one: one.update_id != serving))
+        self._partly = sorted(set.union(*(set(one) for one in told)) - on_all)
+        self._free = min(reply["free"] for reply in replies)
         return replies
+
+
+def _require_plain(spec: AdapterSpec) -> None:
+    """Refuse what is more, or other, than the sum of pairs over the base that the engine has."""
+    config = spec.config
+    for key in _VARIANTS:
+        if config.get(key):
+            msg = (
+                f"adapter {spec.name!r} has {key}={config[key]!r:.60}, expected plain LoRA, which "
+                "is all that engines are given here. Train it without, or publish merged=True."
+            )
+            raise IncompatibleUpdate(msg)
+    begins = str(config.get("init_lora_weights", "")).lower()
+    if begins.startswith(_CHANGES_BASE) and not spec.base_root:
+        msg = (
+            f"adapter {spec.name!r} begins with init_lora_weights={begins!r}, which changes the "
+            "trainer's base weights: over the engine's it would be another sum. Publish the base "
+            "as a version of its own, and the adapter with base_root=manifest.root."
+        )
+        raise IncompatibleUpdate(msg)

@@ -76,6 +76,9 @@ class RankInstaller(TransactionalAdapter):
         """The parts of an update's tensors that the model takes."""
         return []
 
+    def retire(self, update_ids: Sequence[str]) -> None:
+        """Drop versions that the engine holds beside the active one, if it holds several."""
+
     def begin(self) -> None:
         """The engine's own loader writes into the model from now on: `undo` brings it back.
 
@@ -502,10 +505,15 @@ def rank_of(
     return ranks[adapter]
 
 
+def ranks_of(model: torch.nn.Module) -> Mapping[str, EngineRank]:
+    """Every rank of the model that anybody asked for: of its weights, and of its adapters."""
+    found: dict[str, EngineRank] = vars(model).get(_ATTRIBUTE, {})
+    return found
+
+
 def known_rank(model: torch.nn.Module) -> EngineRank | None:
     """The rank whose model this is, if anybody asked for it before."""
-    ranks: dict[str, EngineRank] = vars(model).get(_ATTRIBUTE, {})
-    return ranks.get("")
+    return ranks_of(model).get("")
 
 
 # ---- calls of the driver ------------------------------------------------------------------------
@@ -586,5 +594,6 @@ _VERBS: Mapping[str, Callable[[EngineRank, Payload], Reply | None]] = {
     "undo": lambda rank, given: rank.undo(_reason(given)),
     "abandon": lambda rank, given: rank.abandon(_reason(given)),
     "commit": lambda rank, given: rank.commit(_text(given, "update_id")),
+    "retire": lambda rank, given: rank.installer.retire(given.get("update_ids") or []),
     "leave": lambda rank, _: rank.session.leave(),
 }

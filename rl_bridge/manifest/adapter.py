@@ -199,11 +199,6 @@ class AdapterSpec(Frozen):
 
     # ---- what it says ---------------------------------------------------------------------------
 
-    @property
-    def uses_dora(self) -> bool:
-        """Whether it is weight-decomposed (DoRA): it has a magnitude beside A and B."""
-        return bool(self.config.get("use_dora"))
-
     @cached_property
     def digest(self) -> str:
         """Names its contents: what was computed of it is kept by it."""
@@ -237,7 +232,12 @@ class AdapterSpec(Frozen):
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def _as_json(value: Any) -> JSONValue:
@@ -278,14 +278,21 @@ def _checked_pairs(adapter: str, shapes: Shapes) -> list[tuple[str, str, str]]:
         IncompatibleUpdate: a matrix without the other one, or with another rank; no pair.
 
     """
-    found: dict[tuple[str, str], tuple[str, str, str]] = {}
+    found: dict[str, tuple[str, str, str]] = {}
     for name in shapes:
         match = _PAIR.match(name)
-        if match is not None:
-            path, word, end = match.groups()
-            a, b = next(words for words in _WORDS if word in words)
-            module = path.removeprefix(PEFT_ROOT)
-            found[path, a] = (module, f"{path}.{a}{end}", f"{path}.{b}{end}")
+        if match is None:
+            continue
+        path, word, end = match.groups()
+        a, b = next(words for words in _WORDS if word in words)
+        module = path.removeprefix(PEFT_ROOT)
+        pair = (module, f"{path}.{a}{end}", f"{path}.{b}{end}")
+        if found.setdefault(module, pair) != pair:
+            msg = (
+                f"adapter {adapter!r}: module {module!r} has {name!r} and {found[module][1]!r}, of "
+                "two pairs, expected one pair. Publish what get_peft_model_state_dict() gives."
+            )
+            raise IncompatibleUpdate(msg)
     if not found:
         msg = (
             f"adapter {adapter!r}: none of its {len(shapes)} tensors is a lora_A, such as "

@@ -128,6 +128,14 @@ class GroupManifest(WeightUpdateManifest):
                     "adapter from every rank, or the model's weights."
                 )
                 raise RanksDisagree(msg)
+            specs = [one.adapter for one in (self.parts[0], part)]
+            if len({spec.digest for spec in specs if spec is not None}) > 1:
+                msg = (
+                    f"version {self.weight_version}: the part of rank {rank} is of adapter "
+                    f"{specs[1]!r:.200}, that of rank 0 of {specs[0]!r:.200}. Publish the same "
+                    "adapter, of the same configuration and scaling, from every rank."
+                )
+                raise RanksDisagree(msg)
             found = (part.weight_version, mine.rank, mine.world_size)
             if found != (self.weight_version, rank, world):
                 msg = (

@@ -244,7 +244,7 @@ class WeightExtractor(ABC):
         self._chunk_nbytes = checked_threshold(chunk_nbytes)
         self._keep_buffers = bool(keep_buffers)
         self._known: list[RankTensor] | None = None
-        self._spec: AdapterSpec | None = None
+        self._named: ModelNames | None = None
         self._plans: dict[tuple[torch.dtype | None, bool], list[ChunkPlan]] = {}
 
     def metadata(self, dtype: torch.dtype | None = None) -> Mapping[str, WeightMetadata]:
@@ -293,7 +293,7 @@ class WeightExtractor(ABC):
     def adapter(self) -> AdapterSpec | None:
         """What belongs to the adapter that is published; None if it is a model's weights."""
         self._all_known()
-        return self._spec
+        return None if self._named is None else self._named.spec
 
     def local(self, dtype: torch.dtype | None = None) -> Iterator[WeightChunk]:
         """Yield this rank's own parts; no collective. ``bridge.publish`` takes these chunks.
@@ -328,9 +328,10 @@ class WeightExtractor(ABC):
 
     def _naming_of(self, model: torch.nn.Module) -> ModelNames:
         """How the tensors of `model` are called: what is published of it is decided here."""
-        names = naming_of(model, self._adapters, adapter=self._adapter, base_root=self._base_root)
-        self._spec = names.spec
-        return names
+        self._named = naming_of(
+            model, self._adapters, adapter=self._adapter, base_root=self._base_root
+        )
+        return self._named
 
     # ---- what a subclass writes
 
@@ -375,6 +376,8 @@ class WeightExtractor(ABC):
     # ---- plans
 
     def _all_known(self) -> list[RankTensor]:
+        if self._named is not None and self._named.is_outdated:
+            self.refresh()
         if self._known is None:
             known = list(self._tensors_known())
             names = [one.name for one in known]

@@ -23,24 +23,20 @@ Naming = Callable[[str], str | None]
 class ModelNames:
     """How the tensors of one model are called; a `Naming`."""
 
-    def __init__(
-        self,
-        naming: Naming,
-        layers: Mapping[str, torch.nn.Module],
-        *,
-        spec: AdapterSpec | None = None,
-    ) -> None:
-        """Know the names, and the `layers` whose adapters must be merged.
-
-        Args:
-            naming: gives each published name.
-            layers: name -> layer whose adapters must be merged.
-            spec: of the one adapter that is published, if that is all.
-
-        """
+    def __init__(self, naming: Naming, layers: Mapping[str, torch.nn.Module]) -> None:
+        """Know the names, and the `layers` whose adapters must be merged."""
         self._naming = naming
         self._layers = layers
-        self.spec = spec
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether these are not the names of what the model has by now."""
+        return False
+
+    @property
+    def spec(self) -> AdapterSpec | None:
+        """What belongs to the one adapter that is published; None if it is a model's weights."""
+        return None
 
     def __call__(self, name: str) -> str | None:
         """The name that is published."""
@@ -76,8 +72,10 @@ class ModelNames:
             base = getattr(layer, _PEFT_LAYER)
             path, weight = f"{name}.{_PEFT_LAYER}.weight", base.weight
             names = _active(layer)
-            is_sum = hasattr(layer, "get_delta_weight")
-            if not is_sum or any(getattr(layer, "use_dora", {}).get(one) for one in names):
+            # Variants (DoRA, aLoRA) are no sums, and a bias of B's would go to the layer's own.
+            marks = [getattr(layer, mark, {}) for mark in ("use_dora", "lora_variant", "lora_bias")]
+            is_more = any(mark.get(one) for mark in marks for one in names)
+            if is_more or not hasattr(layer, "get_delta_weight"):
                 msg = (
                     f"layer {clean_name(name)!r} has an adapter that is not merged by adding, such "
                     "as a weight-decomposed one (DoRA). Call model.merge_adapter() before each "
@@ -146,7 +144,7 @@ def naming_of(
 
     """
     if adapter is not None:
-        return _names_of_adapter(model, adapter, base_root)
+        return AdapterNames(model, adapter, base_root)
     try:
         wanted = Adapters(adapters)
     except ValueError:
@@ -162,31 +160,61 @@ def naming_of(
     )
 
 
-def _names_of_adapter(model: torch.nn.Module, name: str, base_root: str) -> ModelNames:
-    configs: dict[str, Any] = {}
-    for module in model.modules():
-        found = getattr(module, "peft_config", None)
-        if isinstance(found, Mapping):
-            configs |= found
-    own = name if name in configs else next(iter(configs), "")
-    if name not in configs and len(configs) != 1:
-        msg = (
-            f"adapter={name!r}: the model has the peft adapters {sorted(configs)}, expected one of "
-            "that name, or one alone. Give the adapter's name, and pass a model that "
-            "peft.get_peft_model made."
-        )
-        raise IncompatibleUpdate(msg)
-    scalings = {
-        clean_name(path).removeprefix(PEFT_ROOT): float(layer.scaling[own])
-        for path, layer in model.named_modules()
-        if hasattr(layer, _PEFT_LAYER) and own in getattr(layer, "scaling", ())
-    }
-    spec = AdapterSpec.of_peft(
-        name, configs[own].to_dict(), scalings, scalings=scalings, base_root=base_root
-    )
-    return ModelNames(
-        lambda path: _peft_name(clean_name(path), Adapters.ONLY, {own}), {}, spec=spec
-    )
+class AdapterNames(ModelNames):
+    """How the tensors of one peft adapter are called, and what belongs to it beside them.
+
+    Raises:
+        IncompatibleUpdate: the model has no such adapter.
+
+    """
+
+    def __init__(self, model: torch.nn.Module, name: str, base_root: str) -> None:
+        """Find the adapter that is published under `name`."""
+        holders = [one for one in model.modules() if _configs(one)]
+        configs = {key: one for holder in holders for key, one in _configs(holder).items()}
+        own = name if name in configs else next(iter(configs), "")
+        if name not in configs and len(configs) != 1:
+            msg = (
+                f"adapter={name!r}: the model has the peft adapters {sorted(configs)}, expected "
+                "one of that name, or one alone. Give the adapter's name, and pass a model that "
+                "peft.get_peft_model made."
+            )
+            raise IncompatibleUpdate(msg)
+        super().__init__(lambda path: _peft_name(clean_name(path), Adapters.ONLY, {own}), {})
+        self._name, self._own, self._base_root = name, own, base_root
+        self._holder = next(one for one in holders if own in _configs(one))
+        self._config = configs[own]
+        self._adapted = {
+            clean_name(path).removeprefix(PEFT_ROOT): layer
+            for path, layer in model.named_modules()
+            if hasattr(layer, _PEFT_LAYER) and own in getattr(layer, "scaling", ())
+        }
+        self._kept: tuple[object, AdapterSpec] | None = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the model has another adapter of that name by now."""
+        return _configs(self._holder).get(self._own) is not self._config
+
+    @property
+    def spec(self) -> AdapterSpec:
+        """What belongs to the adapter now: its scalings may change from step to step."""
+        scalings = {
+            module: float(layer.scaling[self._own]) for module, layer in self._adapted.items()
+        }
+        config = self._config.to_dict()
+        if self._kept is None or self._kept[0] != (scalings, config):
+            made = AdapterSpec.of_peft(
+                self._name, config, scalings, scalings=scalings, base_root=self._base_root
+            )
+            self._kept = (scalings, config), made
+        return self._kept[1]
+
+
+def _configs(module: Any) -> Mapping[str, Any]:
+    """Peft's configuration of each adapter, of a module that has some."""
+    found = getattr(module, "peft_config", None)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _is_adapted(module: torch.nn.Module) -> bool:
@@ -203,21 +231,25 @@ def _active(layer: torch.nn.Module) -> list[str]:
 
 def _peft_name(name: str, wanted: Adapters, active: set[str]) -> str | None:
     parts = name.split(".")
+    # Behind these words stands the adapter's name, which may be a number, as that of a layer.
+    words = [i for i, one in enumerate(parts) if one.startswith("lora_") or one == _PEFT_SAVED]
+    named = {i + 1 for i in words if i + 1 < len(parts)}
     is_saved = _PEFT_SAVED in parts
-    # Layers have lora_A, lora_B ...; other methods, with words of their own, name the adapter too.
-    is_adapter = is_saved or any(part.startswith("lora_") for part in parts)
-    is_adapter = is_adapter or (_PEFT_LAYER not in parts and bool(active & set(parts)))
-    if is_adapter and not active & set(parts):
+    if not words and _PEFT_LAYER not in parts:  # other methods, with words of their own
+        named = {i for i, one in enumerate(parts) if one in active and not one.isdigit()}
+    is_adapter = bool(words or named)
+    if is_adapter and not any(parts[i] in active for i in named):
         return None  # of an adapter that is switched off
     if wanted is Adapters.ONLY:
-        kept = [part for part in parts if part not in active and part != _PEFT_SAVED]
+        kept = [one for i, one in enumerate(parts) if i not in named and one != _PEFT_SAVED]
         return ".".join(kept) if is_adapter else None
     if is_adapter and not (is_saved and wanted is Adapters.MERGED):
         return None
     if _PEFT_ORIGINAL in parts and wanted is Adapters.MERGED:
         return None  # a trained copy of the module goes in its place
-    own = {_PEFT_LAYER, _PEFT_SAVED, _PEFT_ORIGINAL} | (active if is_saved else set())
-    return ".".join(part for part in parts if part not in own).removeprefix(PEFT_ROOT)
+    own = {_PEFT_LAYER, _PEFT_SAVED, _PEFT_ORIGINAL}
+    kept = [one for i, one in enumerate(parts) if one not in own and not (is_saved and i in named)]
+    return ".".join(kept).removeprefix(PEFT_ROOT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,13 +185,21 @@ def test_the_version_before_can_be_asked_for_and_older_ones_are_refused_by_name(
 
 
 def test_cached_prefixes_of_one_version_are_never_used_for_another(engine: Adapted) -> None:
-    for number in (0, 1, 0):
+    prompt = prompts_for([[7] * 300])
+    seen: dict[int, set[tuple[int, ...]]] = {0: set(), 1: set()}
+    for number in (0, 1, 0, 1):
         engine.update(number)
         request = engine.executor.lora_request("policy")
+        cached = []
         for _ in range(2):  # the second time from the cache
-            engine.llm.enqueue(prompts_for(PROMPTS), greedy(), use_tqdm=False, lora_request=request)
-            tokens = [one[0] for one in read(engine.llm.wait_for_completion(use_tqdm=False))]
-            assert tokens == [one[0] for one in engine.fresh[1 + number]]
+            engine.llm.enqueue(prompt, greedy(), use_tqdm=False, lora_request=request)
+            (output,) = engine.llm.wait_for_completion(use_tqdm=False)
+            cached.append(output.num_cached_tokens)
+            seen[number].add(tuple(output.outputs[0].token_ids))
+        assert not cached[0]
+        assert cached[1] > 0
+    assert [len(one) for one in seen.values()] == [1, 1]
+    assert seen[0] != seen[1]
 
 
 def test_adapters_of_several_names_are_streams_of_their_own(checkpoints: Checkpoints) -> None:
@@ -304,7 +312,9 @@ def test_an_adapter_that_the_engine_was_not_started_for_is_refused_by_name(
         (renamed(weights, "q_proj", "w_pack"), {}, r"w_pack'.*it adapts .*'q_proj'"),
         (of_rank(weights, 32), {}, r"rank 32.*max_lora_rank=32"),
         (saved, {}, r"tensors beside its pairs.*lm_head\.weight"),
-        (weights, {"use_dora": True}, r"decomposed \(DoRA\)"),
+        (weights, {"use_dora": True}, r"use_dora=True, expected plain LoRA"),
+        (weights, {"alora_invocation_tokens": [3]}, r"alora_invocation_tokens"),
+        (weights, {"init_lora_weights": "pissa_niter_4"}, r"changes the trainer's base.*base_root"),
     ]
     for wrong, config, message in cases:
         spec = AdapterSpec.of_peft("policy", {**ADAPTER, **config}, [])
@@ -327,6 +337,8 @@ def test_a_failure_at_any_step_on_any_rank_leaves_the_version_before(
     try:
         if step == "commit":  # proven on all ranks: forward is the only way
             engine.executor.update_weights(manifest)
+            assert engine.executor.adapter_version("policy") == manifest.weight_version
+            assert engine.answers() == engine.fresh[2]
         else:
             with pytest.raises(WeightBridgeError, match="planted in a rank"):
                 engine.executor.update_weights(manifest)
@@ -389,6 +401,7 @@ def test_a_second_driver_is_refused_by_name_and_takes_over_what_is_resident(
             second.update_weights(engine.publish(1))
         second.recover()
         second.update_weights(engine.publish(1))
+        assert answers(engine.llm, lora_request=second.lora_request("policy")) == engine.fresh[2]
         assert second.lora_request("policy", version).lora_name == f"policy@{version}"
     engine.executor.recover()
     engine.update(0)

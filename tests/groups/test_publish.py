@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from rl_bridge.errors import (
 from rl_bridge.groups import GroupBridge
 from rl_bridge.groups.exchange import FunctionExchange, ProcessGroupExchange, StoreExchange
 from rl_bridge.groups.publish import GroupPublisher
+from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.parallel import Placement
@@ -614,3 +616,26 @@ def test_a_ranks_bridge_knows_its_part_by_the_manifest_of_the_version() -> None:
             bridge.release(manifest.to_json())
         with pytest.raises(StaleUpdate):  # every part is withdrawn
             late.import_update(manifest)
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [{"name": "other"}, {"scaling": 3.0}])
+def test_ranks_that_publish_two_adapters_publish_none(change: dict[str, Any]) -> None:
+    path = "base_model.model.layers.0.q_proj"
+    whole = {f"{path}.lora_A.weight": torch.ones(4, 8), f"{path}.lora_B.weight": torch.ones(6, 4)}
+    ranks = cut(whole, 2, dict.fromkeys(whole, 0))
+    found = {name: tuple(one.shape) for name, one in whole.items()}
+    spec = AdapterSpec.inferred("policy", found, lora_alpha=8)
+    other = spec.model_copy(update=change)
+    with trainers(2, "local-clone") as group:
+        tasks = [
+            partial(one.publish, *mine, weight_version=1, adapter=said)
+            for one, mine, said in zip(group.publishers, ranks, (spec, other), strict=True)
+        ]
+        for answer in everywhere(tasks):
+            assert isinstance(answer, RanksDisagree), answer
+            assert "Publish the same adapter" in str(answer)
+        manifest = group.publish(ranks, 2, adapter=spec)
+        assert manifest.adapter == spec

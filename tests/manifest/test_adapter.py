@@ -90,12 +90,18 @@ def of_two_ranks() -> dict[str, torch.Tensor]:
     return tensors() | {f"{_LAYER}.v_proj.lora_B.weight": torch.randn(16, 3)}
 
 
+def twice() -> dict[str, torch.Tensor]:
+    found = tensors()
+    return found | {name.removeprefix("base_model.model."): one for name, one in found.items()}
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
         (half_of_a_pair(), r"'model\.layers\.0\.self_attn\.v_proj' has .*lora_A.* and no .*lora_B"),
         (of_two_ranks(), r"lora_A\.weight' of shape \[4, 8\].*shape \[16, 3\]"),
         ({"weight": torch.ones(2)}, r"none of its 1 tensors is a lora_A"),
+        (twice(), r"'model\.layers\.0\.self_attn\.q_proj' has .* of two pairs"),
     ],
 )
 def test_what_is_no_pair_of_matrices_is_refused_by_name_and_nothing_is_published(
@@ -116,6 +122,7 @@ def test_what_is_no_pair_of_matrices_is_refused_by_name_and_nothing_is_published
         ({"name": "a", "config": [], "scaling": 1.0}, "config is .*expected a mapping"),
         ({"name": "a", "config": {}, "scaling": "1"}, "scaling is '1', expected a number"),
         ({"name": "a", "config": {}, "scaling": 1, "scalings": {"x": None}}, "scalings is"),
+        ({"name": "a", "config": {}, "scaling": 10**400}, "scaling is 1000"),
         ({"name": "a", "config": {"peft_type": "IA3"}, "scaling": 1.0}, "peft_type 'LORA'"),
         ({"name": "a", "config": {}, "scaling": 1.0, "base_root": "x"}, "field base_root"),
         ({"name": "a", "config": {}, "scaling": 1.0, "more": 1}, "no such field"),

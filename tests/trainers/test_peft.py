@@ -158,3 +158,38 @@ def test_ranks_publish_the_shards_of_an_adapter_as_one_version_without_a_gather(
     assert [report["tensors"] for report in reports] == [expected, expected]
     assert [report["spec"] for report in reports] == [["policy", 2, 2.0]] * 2
     assert [report["collectives"] for report in reports] == [0, 0]
+
+
+def test_a_scaling_that_changes_between_two_versions_is_the_next_ones() -> None:
+    model = peft_cases.adapted()
+    layers = [one for one in model.modules() if isinstance(getattr(one, "scaling", None), dict)]
+    with make_weight_bridge("local") as bridge:
+        first = bridge.publish(model, weight_version=1, adapter="policy").adapter
+        for layer in layers:
+            layer.scaling["default"] = 99.0
+        second = bridge.publish(model, weight_version=2, adapter="policy").adapter
+        model.delete_adapter("default")
+        options = LoraConfig(r=2, lora_alpha=64, target_modules=["v_proj"])
+        model.add_adapter("default", options)
+        third = bridge.publish(model, weight_version=3, adapter="policy")
+    specs = [first, second, third.adapter]
+    assert [None if one is None else one.scaling for one in specs] == [2.0, 99.0, 32.0]
+    assert {name.split(".")[-3] for name in third.tensors} == {"v_proj"}
+
+
+def test_an_adapter_whose_name_is_a_number_keeps_the_numbers_of_layers() -> None:
+    options = LoraConfig(r=1, lora_alpha=1, target_modules=["q_proj"])
+    model = get_peft_model(peft_cases.base(), options, adapter_name="0")
+    with make_weight_bridge("local") as bridge:
+        manifest = bridge.publish(model, weight_version=1, adapter="0")
+    assert manifest.tensors.keys() == get_peft_model_state_dict(model, adapter_name="0").keys()
+
+
+def test_a_bias_of_an_adapters_own_is_not_left_out_of_merged_weights() -> None:
+    options = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], lora_bias=True)
+    model = get_peft_model(peft_cases.base(), options)
+    with (
+        make_weight_bridge("local") as bridge,
+        pytest.raises(IncompatibleUpdate, match=r"q_proj.*not merged by adding"),
+    ):
+        bridge.publish(model, weight_version=1, merged=True)

@@ -127,6 +127,7 @@ class VLLMEngineAdapter(EngineDriver):
             options["transports"] = checked_transports(transports)
         client = connect(engine, timeout_s=timeout_s)
         super().__init__(client, serving=serving, options=options, take_over=take_over)
+        self._may_take_over = take_over
         self._bridges = {one: options[one] for one in ("transports",) if one in options}
 
     def for_adapter(self, name: str) -> "VLLMAdapterDriver":
@@ -134,6 +135,7 @@ class VLLMEngineAdapter(EngineDriver):
 
         Raises:
             IncompatibleUpdate: updates of the weights reload the model, which drops all adapters.
+            WeightBridgeUnavailableError: a server, which does not tell which of them are in use.
 
         """
         if self._options.get("reload"):
@@ -144,13 +146,14 @@ class VLLMEngineAdapter(EngineDriver):
             )
             raise IncompatibleUpdate(msg)
         assert isinstance(self.client, VLLMClient)  # as `connect` made it
+        self.client.adapters_in_use()
         return VLLMAdapterDriver(
             self.client,
             name,
             used=self.client.adapters_in_use,
             options=self._bridges,
             keep=_KEPT_VERSIONS,
-            take_over=self._takes_over,
+            take_over=self._may_take_over,
         )
 
 

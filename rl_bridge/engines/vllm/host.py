@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller, Stage, rank_of
+from rl_bridge.engines.rank import (
+    EngineRank,
+    RankHost,
+    RankInstaller,
+    Stage,
+    rank_of,
+    ranks_of,
+)
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, Reply, clear_frames
 from rl_bridge.engines.session import second_driver_error
 from rl_bridge.engines.shards import check_covered, parse_shards
@@ -52,6 +59,8 @@ class VLLMHost(RankHost):
     def make_installer(self, options: Mapping[str, Any]) -> RankInstaller:
         """What installs beside the serving version; with ``reload``, by vLLM's own reload."""
         options = dict(options)
+        if options.get("reload"):
+            _require_no_adapters(self.model)
         kind = VLLMReloadAdapter if options.pop("reload", False) else VLLMModelInstaller
         made: RankInstaller = kind(self.model, self._config, **options)
         return made
@@ -90,6 +99,18 @@ class VLLMHost(RankHost):
         return self.replica > 0 or (most > 1 and not parallel.enable_elastic_ep)
 
 
+def _require_no_adapters(model: torch.nn.Module) -> None:
+    """Refuse updates after which vLLM drops all adapters, while the engine has some of ours."""
+    for name, rank in ranks_of(model).items():
+        if name and rank.host.facts()["residents"]:
+            msg = (
+                f"the engine has LoRA adapter {name!r}, which vLLM drops when it reloads its "
+                "weights, and requests ask for it. Update the weights by an executor that stages "
+                "them."
+            )
+            raise WeightBridgeUnavailableError(msg)
+
+
 class VLLMAdapterHost(VLLMHost):
     """The same worker, as one of its LoRA adapters is updated."""
 
@@ -120,16 +141,6 @@ class VLLMAdapterHost(VLLMHost):
     def facts(self) -> Reply:
         """Which versions are resident."""
         return self.make_installer({}).facts()
-
-    @property
-    def verbs(self) -> Mapping[str, Callable[[Mapping[str, Any]], Reply]]:
-        """Freeing places: of versions that nobody asks for."""
-
-        def retire(given: Mapping[str, Any]) -> Reply:
-            self.make_installer({}).retire(list(given.get("update_ids") or []))
-            return {}
-
-        return {"retire": retire}
 
 
 def vllm_rank(model: torch.nn.Module, vllm_config: Any, adapter: str = "") -> EngineRank:
@@ -258,6 +269,7 @@ class NativeUpdates:
         session = self._rank.session
         if session.driver not in {"", _DRIVER}:
             raise second_driver_error(session.name)
+        _require_no_adapters(self._rank.host.model)
         if self._rank.options.get("reload"):
             msg = "the executor updates this engine by reloads. Use the executor, which pauses it."
             raise WeightUpdateRejectedError(msg)

@@ -15,6 +15,7 @@ failure ends the engine; and on a CPU, tokens without an adapter get the last sl
 batch has tokens with one (its kernel takes index -1 for the last), so that slot stays empty there.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from rl_bridge.engines.adapters import AdapterInstaller, Resident, Tensors
+from rl_bridge.engines.load_checks import are_finite
 from rl_bridge.engines.vllm import require
 from rl_bridge.errors import (
     IncompatibleUpdate,
@@ -34,6 +36,8 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.adapter import AdapterSpec, LoRAPair
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.views import ImportedTensors, Pin, anonymous_pin, tensor_in
+
+_LOG = logging.getLogger(__name__)
 
 # Layers whose slots are understood here, by their classes' names.
 _QKV = "MergedQKVParallelLinearWithLoRA"
@@ -181,6 +185,12 @@ class _Plan:
             sources.append(part if scaling == 1.0 else part.to(target.dtype) * scaling)
             targets.append(target)
         torch._foreach_copy_(targets, sources)
+        if not are_finite(targets, num_threads=None):
+            msg = (
+                f"an adapter has numbers that are finite, and not once they are scaled and in "
+                f"{targets[0].dtype}, as the engine has them. See which training step made them."
+            )
+            raise IncompatibleUpdate(msg)
         return pin
 
     def write(self, pin: Pin, slot: int) -> None:
@@ -253,9 +263,6 @@ class VLLMAdapterInstaller(AdapterInstaller):
     def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair], others: Sequence[str]) -> None:
         """Refuse what vLLM cannot serve, by name."""
         config = self._manager.lora_config
-        if spec.uses_dora:
-            msg = f"adapter {spec.name!r} is decomposed (DoRA): vLLM does not apply it. {_MERGE}"
-            raise IncompatibleUpdate(msg)
         if others:
             msg = (
                 f"adapter {spec.name!r} has {len(others)} tensors beside its pairs, such as saved "
@@ -266,6 +273,8 @@ class VLLMAdapterInstaller(AdapterInstaller):
             msg = "the engine has fully_sharded_loras=True, expected False. Start it without."
             raise IncompatibleUpdate(msg)
         base = self._base()
+        if spec.base_root and not base:
+            _LOG.warning("adapter %s: the root of the engine's base is not known", spec.name)
         if spec.base_root and base and spec.base_root != base:
             msg = (
                 f"adapter {spec.name!r} belongs to base weights of root {spec.base_root}, and the "
@@ -306,12 +315,12 @@ class VLLMAdapterInstaller(AdapterInstaller):
                 del self._plans[next(iter(self._plans))]
         pin = plan.fill(tensors)
         slot = self._take_slot(version)
+        self._held[version.number] = plan, pin
         try:
             plan.write(pin, slot)
         except BaseException:
             self.drop(version)
             raise
-        self._held[version.number] = plan, pin
 
     def read(self, version: Resident) -> int:
         """Read all of a version's slot. See `AdapterInstaller`."""
@@ -345,9 +354,10 @@ class VLLMAdapterInstaller(AdapterInstaller):
         if plan is not None:
             plan.spare = pin
 
-    def places(self) -> int:
-        """Slots that versions can be in."""
-        return self._slots
+    def free_places(self) -> int:
+        """Free slots that versions can be in."""
+        usable: list[int | None] = self._manager.lora_index_to_id[: self._slots]
+        return usable.count(None)
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -371,9 +381,15 @@ class VLLMAdapterInstaller(AdapterInstaller):
 
     def _take_slot(self, version: Resident) -> int:
         manager = self._manager
+        if version.number in {*manager.list_adapters(), *manager.lora_index_to_id}:
+            msg = (
+                f"adapter {version.label}: the engine has another adapter under id "
+                f"{version.number} already, which it would get. Publish it again: it gets another."
+            )
+            raise IncompatibleUpdate(msg)
         # (Of no layer: an adapter without any matrix is no adapter for vLLM.)
         none = require("vllm.lora.lora_weights").LoRALayerWeights(
-            "rl_bridge", 1, 1, torch.zeros(1, 1), torch.zeros(1, 1)
+            "rl_bridge", 1, 1, torch.zeros(1, 1, device="cpu"), torch.zeros(1, 1, device="cpu")
         )
         model = require("vllm.lora.lora_model").LoRAModel(version.number, 1, {"rl_bridge": none})
         free = [slot for slot, held in enumerate(manager.lora_index_to_id) if held is None]
@@ -381,9 +397,9 @@ class VLLMAdapterInstaller(AdapterInstaller):
             held = [one for one in manager.lora_index_to_id if one]
             msg = (
                 f"adapter {version.label}: the engine has {self._slots} slots for adapters, "
-                f"expected a free one beside the ids {held}, whose requests go on. Try again when "
-                "they have ended, or start the engine with a larger max_loras: 3 or more for one "
-                "adapter, on a CPU 4, whose last slot stays empty."
+                f"expected a free one beside the ids {held}: versions that requests ask for, or "
+                "that are kept. Try again when requests have ended, or start the engine with a "
+                "larger max_loras: 3 for each adapter, on a CPU one more, which stays empty."
             )
             raise SlotsExhausted(msg)
         try:
