@@ -10,6 +10,7 @@ ask for it; those that began under an older version end under that one. An older
 """
 
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -33,6 +34,8 @@ from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.views import ImportedTensors, Pin, anonymous_pin
 
 _LOG = logging.getLogger(__name__)
+# Between two looks for requests, if the engine has no room for the next version.
+_LOOK_S = 0.05
 # Ids of ours are above those that people count by hand, and fit into 31 bits.
 _FIRST_ID = 1 << 30
 
@@ -385,11 +388,15 @@ class AdapterDriver(EngineDriver):
         super().commit()
         self.retire(self._keep)
 
-    def retire(self, keep: int) -> None:
+    def retire(self, keep: int) -> bool:
         """Free the places of the oldest versions that no request is left of, until `keep` stay.
 
         A version goes if it was without a request at the look before as well: an engine's front
         end forgets a request a moment before the engine itself has ended it.
+
+        Returns:
+            Whether one went.
+
         """
         used = self._used()
         idle = frozenset(one.update_id for one in self._versions[1:] if one.number not in used)
@@ -401,10 +408,15 @@ class AdapterDriver(EngineDriver):
             self._client.ask("retire", update_ids=gone)
             self._versions = tuple(one for one in self._versions if one.update_id not in gone)
             self._partly = []
+        return bool(gone)
 
     def _ensure_session(self) -> None:
         super()._ensure_session()
-        self.retire(len(self._versions) if self._free else len(self._versions) - 1)
+        if self._free:
+            self.retire(len(self._versions))  # only a look
+        elif not self.retire(len(self._versions) - 1):
+            time.sleep(_LOOK_S)
+            self.retire(len(self._versions) - 1)
 
     def _describe_ranks(self) -> Replies:
         replies = super()._describe_ranks()
