@@ -349,9 +349,9 @@ class AdapterDriver(EngineDriver):
         self.adapter = adapter
         self._used = used
         self._keep = keep
-        # The versions that all ranks hold, the active one first, then the newest: replaced as a
-        # whole, since requests are made in other threads, and in the engine's own event loop.
-        self._versions: tuple[Resident, ...] = ()
+        # The active version, and all that every rank holds, the newest first: replaced as a whole,
+        # since requests are made in other threads, and in the engine's own event loop.
+        self._known: tuple[Resident | None, tuple[Resident, ...]] = (None, ())
         self._free = 0
         self._partly: list[str] = []  # updates that only some ranks hold
         self._idle: frozenset[str] = frozenset()  # without a request at the last look
@@ -363,11 +363,13 @@ class AdapterDriver(EngineDriver):
             UnknownUpdate: the engine does not hold it.
 
         """
-        found = self._versions
-        for one in found:
-            if weight_version is None or one.weight_version == weight_version:
+        active, residents = self._known
+        if active is not None and weight_version in {None, active.weight_version}:
+            return active
+        for one in residents:
+            if one.weight_version == weight_version:
                 return one
-        held = [one.weight_version for one in found]
+        held = [one.weight_version for one in residents]
         asked = "any version" if weight_version is None else f"version {weight_version}"
         msg = (
             f"the engine does not hold {asked} of adapter {self.adapter!r}, expected one of "
@@ -384,9 +386,15 @@ class AdapterDriver(EngineDriver):
         manifest = self._manifest
         if manifest is not None:
             version = Resident(self.adapter, manifest.weight_version, manifest.update_id)
-            self._versions = version, *(one for one in self._versions if one != version)
+            others = (one for one in self._known[1] if one != version)
+            self._known = version, (version, *others)
+            self._partly = [one for one in self._partly if one != version.update_id]
         super().commit()
-        self.retire(self._keep)
+        try:
+            self.retire(self._keep)
+        except Exception:  # noqa: BLE001 - logged in full
+            # The version stands; what is left of older ones goes with the next update.
+            _LOG.exception("older versions of adapter %s were not dropped", self.adapter)
 
     def retire(self, keep: int) -> bool:
         """Free the places of the oldest versions that no request is left of, until `keep` stay.
@@ -399,24 +407,27 @@ class AdapterDriver(EngineDriver):
 
         """
         used = self._used()
-        idle = frozenset(one.update_id for one in self._versions[1:] if one.number not in used)
-        surplus = max(len(self._versions) - max(keep, 1), 0)
-        oldest = [one.update_id for one in reversed(self._versions[1:])]
-        gone = [one for one in oldest if one in idle & self._idle][:surplus] + self._partly
+        active, residents = self._known
+        oldest = [one for one in reversed(residents) if one != active]
+        idle = frozenset(one.update_id for one in oldest if one.number not in used)
+        surplus = max(len(residents) - max(keep, 1), 0)
+        gone = [one.update_id for one in oldest if one.update_id in idle & self._idle][:surplus]
+        gone += self._partly
         self._idle = idle
         if gone:
             self._client.ask("retire", update_ids=gone)
-            self._versions = tuple(one for one in self._versions if one.update_id not in gone)
+            self._known = active, tuple(one for one in residents if one.update_id not in gone)
             self._partly = []
         return bool(gone)
 
     def _ensure_session(self) -> None:
         super()._ensure_session()
+        keep = len(self._known[1])
         if self._free:
-            self.retire(len(self._versions))  # only a look
-        elif not self.retire(len(self._versions) - 1):
+            self.retire(keep)  # only a look
+        elif not self.retire(keep - 1):
             time.sleep(_LOOK_S)
-            self.retire(len(self._versions) - 1)
+            self.retire(keep - 1)
 
     def _describe_ranks(self) -> Replies:
         replies = super()._describe_ranks()
@@ -425,7 +436,8 @@ class AdapterDriver(EngineDriver):
         serving = replies[0]["serving"]
         # (A rank tells its versions in the order in which they were committed.)
         held = [Resident(**one) for one in reversed(told[0].values()) if one["update_id"] in on_all]
-        self._versions = tuple(sorted(held, key=lambda one: one.update_id != serving))
+        active = next((one for one in held if one.update_id == serving), None)
+        self._known = active, tuple(held)
         self._partly = sorted(set.union(*(set(one) for one in told)) - on_all)
         self._free = min(reply["free"] for reply in replies)
         return replies
