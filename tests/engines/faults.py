@@ -322,6 +322,11 @@ class FaultyWorker:
         state: Any = self
         return in_rank(state.model_runner.get_model(), text)
 
+    def drop_adapters(self) -> None:
+        """Drop all adapters, as vLLM does when it reloads its weights."""
+        state: Any = self
+        state.model_runner.get_model().lora_manager.remove_all_adapters()
+
     def damage_slots(self, what: str) -> None:
         """Let the slot of each adapter that is staged hold something else."""
         original = lora.VLLMAdapterInstaller.__dict__["stage"]

@@ -408,6 +408,20 @@ def test_a_second_driver_is_refused_by_name_and_takes_over_what_is_resident(
     assert engine.answers() == engine.fresh[1]
 
 
+def test_what_something_else_dropped_is_not_asked_for_and_the_next_version_lands(
+    engine: Adapted,
+) -> None:
+    engine.update(0)
+    engine.llm.collective_rpc("drop_adapters")
+    engine.executor.recover()
+    with pytest.raises(
+        UnknownUpdate, match=r"any version of adapter 'policy', expected one of \[\]"
+    ):
+        engine.executor.lora_request("policy")
+    engine.update(1)
+    assert engine.answers() == engine.fresh[2]
+
+
 # ---- the base below ------------------------------------------------------------------------------
 
 
