@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rl_bridge import RolloutExecutor, TornEngine
+from rl_bridge import RolloutExecutor
 from rl_bridge.engines.sglang.loaders import RouteName
+from rl_bridge.errors import SessionRefused
 from tests.engines.stand import label_of
 from tests.sglang.bench import Bench, executor_for
 from tests.sglang.test_equal import folder
@@ -85,7 +86,7 @@ def test_a_load_that_comes_behind_a_take_over_is_not_let_in(
         # Behind its begin, and before the session that a successor would end.
         first = LOADS[route] if route == "disk" else "begin_weight_update"
         before(late, first, lambda: successor.update_weights(theirs))
-        with pytest.raises(TornEngine, match="has this engine"):
+        with pytest.raises(SessionRefused, match="has this engine"):
             late.update_weights(mine)
         assert not is_paused(bench)
         bench.check()

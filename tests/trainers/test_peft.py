@@ -168,9 +168,10 @@ def test_a_scaling_that_changes_between_two_versions_is_the_next_ones() -> None:
         for layer in layers:
             layer.scaling["default"] = 99.0
         second = bridge.publish(model, weight_version=2, adapter="policy").adapter
-        model.delete_adapter("default")
         options = LoraConfig(r=2, lora_alpha=64, target_modules=["v_proj"])
-        model.add_adapter("default", options)
+        model.add_adapter("next", options)
+        model.set_adapter("next")
+        model.delete_adapter("default")
         third = bridge.publish(model, weight_version=3, adapter="policy")
     specs = [first, second, third.adapter]
     assert [None if one is None else one.scaling for one in specs] == [2.0, 99.0, 32.0]
