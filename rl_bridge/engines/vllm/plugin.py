@@ -61,7 +61,8 @@ def _call(worker: Any, verb: str, payload: dict[str, Any] | None = None) -> dict
     from rl_bridge.engines.vllm.host import vllm_rank
 
     given = {} if payload is None else payload
-    adapter = str(given.get("adapter", ""))
+    # (What is no mapping is refused in the answer.)
+    adapter = str(given.get("adapter", "")) if isinstance(given, dict) else ""
     rank = vllm_rank(worker.model_runner.get_model(), worker.vllm_config, adapter)
     return answer(rank, verb, given)
 
