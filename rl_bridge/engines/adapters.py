@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rl_bridge.engines.driver import EngineDriver
-from rl_bridge.engines.load_checks import check_finite
+from rl_bridge.engines.load_checks import are_finite, as_it_lies, check_finite
 from rl_bridge.engines.rank import RankInstaller
 from rl_bridge.engines.rpc import EngineClient, Replies, Reply
 from rl_bridge.engines.serving import ServingOptions
@@ -31,7 +31,7 @@ from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.views import ImportedTensors, Pin, anonymous_pin
+from rl_bridge.memory.views import ImportedTensors, anonymous_pin
 
 _LOG = logging.getLogger(__name__)
 # Between two looks for requests, if the engine has no room for the next version.
@@ -101,7 +101,7 @@ class AdapterInstaller(RankInstaller):
         self._staged: Resident | None = None
         self._manifest: WeightUpdateManifest | None = None
         # Of the last layout: what copies it, to where, and its pairs.
-        self._copies: tuple[str, BytePlan, Pin] | None = None
+        self._copies: tuple[str, BytePlan, ImportedTensors] | None = None
         self._pairs: tuple[tuple[str, str], list[LoRAPair], list[str]] | None = None
 
     # ---- what an engine has of its own ----------------------------------------------------------
@@ -130,7 +130,8 @@ class AdapterInstaller(RankInstaller):
             version: under whose number, label and path.
             spec: what it says of itself.
             pairs: its matrices.
-            tensors: a private copy of the update, whose memory is the next version's.
+            tensors: a private copy of the update: the same mapping for each version of a layout,
+                whose memory is the next version's.
 
         Raises:
             SlotsExhausted: there is no free place.
@@ -184,7 +185,8 @@ class AdapterInstaller(RankInstaller):
         pairs, others = self._paired(spec, manifest.table)
         self.check(spec, pairs, others)
         own = self._copied(manifest, tensors)
-        check_finite(own, own)
+        if not are_finite(as_it_lies(own) or own.values(), num_threads=None):
+            check_finite(own, own)  # which names the tensor
         version = Resident(spec.name, manifest.weight_version, manifest.update_id)
         if manifest.update_id not in self.residents:  # else it comes again, after a loss
             self.stage(version, spec, pairs, own)
@@ -272,10 +274,9 @@ class AdapterInstaller(RankInstaller):
             raise IncompatibleUpdate(msg)
         table = manifest.table
         if self._copies is None or self._copies[0] != table.digest:
-            plan, pin = BytePlan(table.nbytes_column), anonymous_pin(table.arena_nbytes)
-            self._copies = table.digest, plan, pin
-        _, plan, pin = self._copies
-        own = ImportedTensors(table, pin)
+            own = ImportedTensors(table, anonymous_pin(table.arena_nbytes))
+            self._copies = table.digest, BytePlan(table.nbytes_column), own
+        _, plan, own = self._copies  # (The same mapping each time: its tensors are made once.)
         found = plan.copy_digest(tensors.addresses, own.addresses)
         if found != manifest.digests:
             raise ChecksumMismatch(mismatch(manifest, found))

@@ -164,34 +164,36 @@ class _Plan:
         self._offsets = np.array(offsets, np.uint64)
         self._sizes = np.array([one[0].nbytes for one in self._stacked], np.uint64)
         self._pass = BytePlan(self._sizes)
-        self.spare: Pin | None = None
+        self.spare: _Room | None = None
+        # The tensors that were filled in last, and the parts that this worker has of them.
+        self._parts: tuple[ImportedTensors, list[torch.Tensor]] | None = None
         self.is_on_cpu = all(one.device.type == "cpu" for one in self._stacked)
 
-    def fill(self, tensors: Tensors) -> Pin:
+    def fill(self, tensors: ImportedTensors) -> "_Room":
         """What a slot must hold of a version.
 
         Raises:
             IncompatibleUpdate: numbers that the engine's dtype cannot hold.
 
         """
+        if self._parts is None or self._parts[0] is not tensors:
+            parts = [tensors[name][place.rows, place.columns] for name, place, *_ in self.fills]
+            self._parts = tensors, parts
+        parts = self._parts[1]
         # Of the same layout, so that what is written now covers all that was written then.
-        pin, self.spare = self.spare or anonymous_pin(self.nbytes), None
-        sources, targets = list[torch.Tensor](), list[torch.Tensor]()
-        for name, place, scaling, offset in self.fills:
-            room = self._view(pin, offset, place.stacked)
-            part = tensors[name][place.rows, place.columns]
-            target = room[: part.shape[0], : part.shape[1]]
-            # As vLLM does it: cast first, then scaled in that dtype.
-            sources.append(part if scaling == 1.0 else part.to(target.dtype) * scaling)
-            targets.append(target)
-        torch._foreach_copy_(targets, sources)
-        if not are_finite(targets, num_threads=None):
+        room, self.spare = self.spare or _Room(self, parts), None
+        torch._foreach_copy_(room.targets, parts)
+        # As vLLM does it: cast first, then scaled in that dtype.
+        for scaling, targets in room.scaled.items():
+            torch._foreach_mul_(targets, scaling)
+        if not are_finite(room.numbers, num_threads=None):
             msg = (
                 f"an adapter has numbers that are finite, and not once they are scaled and in "
-                f"{targets[0].dtype}, as the engine has them. See which training step made them."
+                f"{room.targets[0].dtype}, as the engine has them. See which training step made "
+                "them."
             )
             raise IncompatibleUpdate(msg)
-        return pin
+        return room
 
     def write(self, pin: Pin, slot: int) -> None:
         """Copy it into a slot."""
@@ -199,7 +201,7 @@ class _Plan:
             self._pass.copy(self._addresses(pin), self._slot_addresses(slot))
             return
         for stacked, offset in zip(self._stacked, self._offsets.tolist(), strict=True):
-            stacked[slot, 0].copy_(self._view(pin, offset, stacked))
+            stacked[slot, 0].copy_(self.view(pin, offset, stacked))
 
     def differing(self, pin: Pin, slot: int) -> int | None:
         """Read a slot: the number of the first matrix that is not what it must be; None: none."""
@@ -213,7 +215,7 @@ class _Plan:
         for index, (stacked, offset) in enumerate(
             zip(self._stacked, self._offsets.tolist(), strict=True)
         ):
-            due_bytes = self._view(pin, offset, stacked).view(torch.uint8)
+            due_bytes = self.view(pin, offset, stacked).view(torch.uint8)
             if not stacked[slot, 0].cpu().view(torch.uint8).equal(due_bytes):
                 return index
         return None
@@ -223,7 +225,7 @@ class _Plan:
         """Bytes of a slot."""
         return int(self._sizes.sum())
 
-    def _view(self, pin: Pin, offset: int, stacked: torch.Tensor) -> torch.Tensor:
+    def view(self, pin: Pin, offset: int, stacked: torch.Tensor) -> torch.Tensor:
         dtype = str(stacked.dtype).removeprefix("torch.")
         return tensor_in(pin, offset, stacked[0].nbytes, dtype, tuple(stacked.shape[2:]))
 
@@ -233,6 +235,34 @@ class _Plan:
     def _slot_addresses(self, slot: int) -> npt.NDArray[np.uint64]:
         found = [one.data_ptr() for one in self._stacked]
         return np.array(found, np.uint64) + np.uint64(slot) * self._sizes
+
+
+class _Room:
+    """Memory of the host, laid out as a slot.
+
+    Attributes:
+        pin: the memory; zeros where nothing is filled in.
+        targets: where each part of the adapter's tensors goes, in the order of the plan's fills.
+        scaled: factor -> the targets that are multiplied by it.
+        numbers: all of it, as few tensors.
+
+    """
+
+    def __init__(self, plan: _Plan, parts: Sequence[torch.Tensor]) -> None:
+        """Take memory for a plan whose parts have these shapes."""
+        self.pin = anonymous_pin(plan.nbytes)
+        self.targets: list[torch.Tensor] = []
+        self.scaled: dict[float, list[torch.Tensor]] = {}
+        for (_, place, scaling, offset), part in zip(plan.fills, parts, strict=True):
+            target = plan.view(self.pin, offset, place.stacked)[: part.shape[0], : part.shape[1]]
+            self.targets.append(target)
+            if scaling != 1.0:
+                self.scaled.setdefault(scaling, []).append(target)
+        dtypes = {str(one.dtype).removeprefix("torch.") for one in self.targets}
+        self.numbers = self.targets
+        if len(dtypes) == 1:
+            count = plan.nbytes // self.targets[0].element_size()
+            self.numbers = [tensor_in(self.pin, 0, plan.nbytes, dtypes.pop(), (count,))]
 
 
 class VLLMAdapterInstaller(AdapterInstaller):
@@ -258,7 +288,7 @@ class VLLMAdapterInstaller(AdapterInstaller):
         self._places: dict[str, tuple[_Place, _Place]] = {}
         self._plans: dict[object, _Plan] = {}
         # What the slot of each version must hold.
-        self._held: dict[int, tuple[_Plan, Pin]] = {}
+        self._held: dict[int, tuple[_Plan, _Room]] = {}
 
     def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair], others: Sequence[str]) -> None:
         """Refuse what vLLM cannot serve, by name."""
@@ -313,25 +343,25 @@ class VLLMAdapterInstaller(AdapterInstaller):
             plan = self._plans[key] = _Plan(self._places, pairs)
             while len(self._plans) > _PLANS:
                 del self._plans[next(iter(self._plans))]
-        pin = plan.fill(tensors)
         slot = self._take_slot(version)
-        self._held[version.number] = plan, pin
         try:
-            plan.write(pin, slot)
+            room = plan.fill(tensors)
+            self._held[version.number] = plan, room
+            plan.write(room.pin, slot)
         except BaseException:
             self.drop(version)
             raise
 
     def read(self, version: Resident) -> int:
         """Read all of a version's slot. See `AdapterInstaller`."""
-        plan, pin = self._held[version.number]
+        plan, room = self._held[version.number]
         if not self.holds(version):
             msg = (
                 f"adapter {version.label} is in no slot of the engine any more: something else "
                 "dropped it, such as a reload of the base weights. Publish it again."
             )
             raise ProofFailed(msg)
-        wrong = plan.differing(pin, self._manager.lora_index_to_id.index(version.number))
+        wrong = plan.differing(room.pin, self._manager.lora_index_to_id.index(version.number))
         if wrong is not None:
             layer = [place.layer for both in self._places.values() for place in both][wrong]
             kind = "AB"[wrong % 2]
@@ -350,9 +380,9 @@ class VLLMAdapterInstaller(AdapterInstaller):
     def drop(self, version: Resident) -> None:
         """Free a version's slot. See `AdapterInstaller`."""
         self._manager.remove_adapter(version.number)
-        plan, pin = self._held.pop(version.number, (None, None))
+        plan, room = self._held.pop(version.number, (None, None))
         if plan is not None:
-            plan.spare = pin
+            plan.spare = room
 
     def free_places(self) -> int:
         """Free slots that versions can be in."""
