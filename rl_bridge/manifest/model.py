@@ -23,12 +23,14 @@ from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 import xxhash
 from pydantic import (
     BaseModel,
+    ConfigDict,
     Field,
     InstanceOf,
     StrictBytes,
     StrictFloat,
     StrictInt,
     StrictStr,
+    TypeAdapter,
     ValidationError,
     model_serializer,
     model_validator,
@@ -42,7 +44,6 @@ from rl_bridge.manifest.canonical import (
     FrozenJSON,
     JSONValue,
     canonical_json,
-    decode_base64,
     decode_json,
     malformed,
     thaw,
@@ -59,8 +60,26 @@ _DIGITS = "_digits"
 """Where a manifest that is being read has the base64 text of its digests until it is compared."""
 
 Identifier = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
+_BASE64 = TypeAdapter(bytes, config=ConfigDict(val_json_bytes="base64"))
 _Layout = TypeVar("_Layout", bound=Layout)
 _Handle = TypeVar("_Handle", bound=BaseModel)
+
+
+def _decode_base64(text: JSONValue, what: str) -> bytes:
+    """Read base64 text of one form: the standard alphabet, padded, no bit set that is of no byte.
+
+    Raises:
+        MalformedManifest: it is something else; the message says `what` it is.
+
+    """
+    problem = "expected text of the standard alphabet, padded"
+    try:
+        # Pydantic reads it six times as fast as the standard library, and another alphabet too.
+        if isinstance(text, str) and len(text) % 4 == 0 and not ("-" in text or "_" in text):
+            return _BASE64.validate_strings(text)
+    except ValidationError as error:
+        problem = str(error.errors(include_url=False)[0]["msg"])
+    raise MalformedManifest(f"{what} is not canonical base64: {problem}. {RESEND}")
 
 
 class LayoutCache(Generic[_Layout]):
@@ -235,12 +254,33 @@ class Manifest(Frozen):
         for kind in cls.__subclasses__():
             if kind.is_text(found):
                 return kind.from_json(found)
+        if not cls.is_text(found):
+            msg = (
+                f"this is no {cls.KIND} of format {cls.FORMAT}: it starts with {found[:48]!r}. "
+                f"{RESEND} Both sides need the same rl_bridge release."
+            )
+            raise MalformedManifest(msg)
+        at = len(cls._prefix())
+        header, end = decode_json(found, at, has_long_strings=len(found) > _LONG)
+        if not isinstance(header, dict):
+            raise MalformedManifest(f"the {cls.KIND}'s header is no JSON object. {RESEND}")
         try:
-            return cls._read(found)
+            manifest = cls.of_header(header, found[end:])
+            # Compared with what this manifest writes, not only with the canonical form of what was
+            # read: a loose number or a default that was left out would give one manifest two texts.
+            for piece in manifest.header_pieces():
+                if not found.startswith(piece, at):
+                    at = -1
+                    break
+                at += len(piece)
         except RecursionError as error:
             # Just below the depth at which decoding fails, later steps do.
             msg = f"the {cls.KIND} nests too deep. {RESEND}"
             raise MalformedManifest(msg) from error
+        if at != end:
+            msg = f"the {cls.KIND}'s header is not canonical JSON: it was rewritten. {RESEND}"
+            raise MalformedManifest(msg)
+        return manifest
 
     @classmethod
     def _ascii(cls, text: object) -> str:
@@ -255,32 +295,6 @@ class Manifest(Frozen):
             return ascii_text.encode("ascii").decode().rstrip(_WHITE)
         except UnicodeError as error:
             raise MalformedManifest(f"{cls.KIND} text is not ASCII: {error}. {RESEND}") from error
-
-    @classmethod
-    def _read(cls, text: str) -> Self:
-        if not cls.is_text(text):
-            msg = (
-                f"this is no {cls.KIND} of format {cls.FORMAT}: it starts with {text[:48]!r}. "
-                f"{RESEND} Both sides need the same rl_bridge release."
-            )
-            raise MalformedManifest(msg)
-        start = len(cls._prefix())
-        header, end = decode_json(text, start, has_long_strings=len(text) > _LONG)
-        if not isinstance(header, dict):
-            raise MalformedManifest(f"the {cls.KIND}'s header is no JSON object. {RESEND}")
-        manifest = cls.of_header(header, text[end:])
-        # Compared with what this manifest writes, not only with the canonical form of what was
-        # read: a loose number or a default that was left out would give one manifest two texts.
-        at = start
-        for piece in manifest.header_pieces():
-            if not text.startswith(piece, at):
-                at = -1
-                break
-            at += len(piece)
-        if at != end:
-            msg = f"the {cls.KIND}'s header is not canonical JSON: it was rewritten. {RESEND}"
-            raise MalformedManifest(msg)
-        return manifest
 
     @classmethod
     def of_header(cls, header: dict[str, JSONValue], rest: str) -> Self:
@@ -311,7 +325,7 @@ class Manifest(Frozen):
     def _decode_fields(cls, header: dict[str, JSONValue], layout: Any) -> None:
         """Give the header's fields the form that the model takes."""
         del layout
-        header["digests"] = decode_base64(header["digests"], f"{cls.KIND} field digests")
+        header["digests"] = _decode_base64(header["digests"], f"{cls.KIND} field digests")
 
     @classmethod
     def _find_layout(cls, digest: JSONValue, rest: str) -> Layout:
