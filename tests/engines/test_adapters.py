@@ -245,19 +245,31 @@ def test_requests_of_a_serving_engine_go_on_while_versions_come_and_end_under_th
 @pytest.mark.skipif(
     not Path(PYTHON).exists(), reason=f"needs {PYTHON}, which `make test-engines` makes"
 )
+@pytest.mark.parametrize(
+    ("carrier", "size"),
+    [("nixl", 4), pytest.param("shared-memory", 2, marks=pytest.mark.full)],
+)
 def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_gathers(
-    engine: Adapted, checkpoints: Checkpoints, tmp_path: Path
+    engine: Adapted, checkpoints: Checkpoints, tmp_path: Path, carrier: str, size: int
 ) -> None:
     folders = [checkpoints.adapter(number) for number in (0, 1)]
     paths = [checkpoints.path(SETTINGS[0].kind, 0), *folders]
-    with Elsewhere(2, tmp_path, "tests.trainers_torch.publishing", PYTHON, "peft") as ranks:
-        trainer = RealTrainer(ranks, "begin_adapter", paths)
+    with (
+        Elsewhere(size, tmp_path, "tests.trainers_torch.publishing", PYTHON, "peft") as ranks,
+        RolloutExecutor(
+            weight_transport=carrier,
+            weight_install_adapter=VLLMEngineAdapter(engine.llm, timeout_s=60.0, take_over=True),
+        ) as executor,
+    ):
+        trainer = RealTrainer(ranks, "begin_adapter", paths, transport=carrier)
         for number in (1, 0, 1):
             manifest = trainer.publish(number)
-            engine.executor.update_weights(manifest)
-            assert engine.answers() == engine.fresh[1 + number]
+            executor.update_weights(manifest)
+            got = answers(engine.llm, lora_request=executor.lora_request("policy"))
+            assert got == engine.fresh[1 + number]
         assert trainer.told(manifest) >= {("vllm", rank, "released") for rank in engine.ranks}
         assert trainer.asked == []
+    engine.executor.recover()
 
 
 # ---- what is refused, and what fails -------------------------------------------------------------

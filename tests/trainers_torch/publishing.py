@@ -49,14 +49,14 @@ class _Trainer(NamedTuple):
 _trainers: list[_Trainer] = []
 
 
-def publisher_at(port: int) -> GroupPublisher:
+def publisher_at(port: int, transport: str = "shared-memory") -> GroupPublisher:
     """This rank's; the ranks meet in a store at that port, and ask each other nothing by Gloo."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
         "127.0.0.1", port, is_master=rank == 0, wait_for_workers=False
     )
     bridge = make_weight_bridge(
-        "shared-memory", source_worker="trainer", source_rank=rank, suspicious="off", max_slots=2
+        transport, source_worker="trainer", source_rank=rank, suspicious="off", max_slots=2
     )
     exchange = StoreExchange(store, rank=rank, world_size=size)
     return GroupPublisher(bridge, exchange, timeout_s=TIMEOUT_S)
@@ -134,7 +134,7 @@ def begin_fsdp2(paths: Sequence[str], port: int) -> None:
     _trainers.append(_Trainer(FSDPWeightExtractor(model), hold, publisher_at(port)))
 
 
-def begin_adapter(paths: Sequence[str], port: int) -> None:
+def begin_adapter(paths: Sequence[str], port: int, transport: str) -> None:
     """An adapter of peft's under FSDP2: a checkpoint's folder, and those of two adapters."""
     from peft import PeftModel, set_peft_model_state_dict
     from transformers import AutoModelForCausalLM
@@ -159,7 +159,7 @@ def begin_adapter(paths: Sequence[str], port: int) -> None:
                     parameter.copy_(_shard(shards[number][name], parameter))
 
     extractor = FSDPWeightExtractor(model, adapter="policy")
-    _trainers.append(_Trainer(extractor, hold, publisher_at(port)))
+    _trainers.append(_Trainer(extractor, hold, publisher_at(port, transport)))
 
 
 def begin_megatron(paths: Sequence[str], port: int) -> None:
@@ -229,11 +229,13 @@ _VERSIONS = itertools.count(1)
 class RealTrainer:
     """A trainer's ranks. Where one was killed, the next version comes of ranks started anew."""
 
-    def __init__(self, ranks: Elsewhere, begin: str, paths: Sequence[str]) -> None:
+    def __init__(
+        self, ranks: Elsewhere, begin: str, paths: Sequence[str], **options: object
+    ) -> None:
         """Have ranks begin with this function, with the checkpoints of both sets of weights."""
         self._ranks = ranks
         self._begin = begin
-        self._paths = list(paths)
+        self._options = {"paths": list(paths), **options}
         self.pids: list[int] = []
         """The processes that published last."""
         self._held: list[GroupManifest] = []
@@ -243,7 +245,7 @@ class RealTrainer:
     def publish(self, number: int) -> GroupManifest:
         """Publish the next version on all ranks; the one before the last is released."""
         if self.pids != self._ranks.ask("pids"):
-            self._run(self._begin, paths=self._paths, port=free_port())
+            self._run(self._begin, port=free_port(), **self._options)
             self.pids, self._held = self._ranks.ask("pids"), []
         while len(self._held) > 1:
             self._run("release", update_id=self._held.pop(0).update_id)
