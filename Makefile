@@ -41,7 +41,7 @@ HERE := $(if $(shell command -v flock),flock setup.py)
 TEST_ENV := OMP_NUM_THREADS=1 TRAINERS_PYTHON="$(abspath $(BIN_TRAINERS))/python"
 
 # What runs only with vLLM: the suite of `test-engines` covers it, in an environment of its own.
-NEEDS_VLLM := rl_bridge/engines/*,rl_bridge/demo/qwen.py,rl_bridge/demo/vllm_engine.py
+NEEDS_VLLM := rl_bridge/engines/*,rl_bridge/demo/lora.py,rl_bridge/demo/qwen.py,rl_bridge/demo/vllm_engine.py
 
 # The same for `test-sglang`.
 NEEDS_SGLANG := rl_bridge/engines/*,rl_bridge/demo/sglang_engine.py
@@ -78,9 +78,9 @@ $(STAMP): pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 
 # Real engines need their own environments; the demo's picture is drawn there as well. SGLang on the
 # CPU also needs what stands in for two packages that are made for CUDA.
-demo: $(if $(filter vllm vllm-http,$(ENGINE)),$(STAMP_VLLM),$(if $(filter sglang,$(ENGINE)),$(STAMP_SGLANG),$(STAMP))) ## Train a small model over the bridge (STEPS= SEED= TRANSPORT= ENGINE= OUT= ARGS=)
+demo: $(if $(filter vllm vllm-http,$(ENGINE)),$(STAMP_VLLM),$(if $(filter sglang,$(ENGINE)),$(STAMP_SGLANG),$(STAMP))) ## Train a small model over the bridge (STEPS= SEED= TRANSPORT= ENGINE= LORA= OUT= ARGS=)
 	$(if $(filter sglang,$(ENGINE)),PYTHONPATH="$(CURDIR)/tests/sglang/stand_ins:$$PYTHONPATH" )$(if $(filter vllm vllm-http,$(ENGINE)),$(BIN_VLLM),$(if $(filter sglang,$(ENGINE)),$(BIN_SGLANG),$(BIN)))/python -m rl_bridge demo \
-	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(ENGINE),--engine $(ENGINE)) \
+	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(LORA),--lora) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 # In two processes: half of the time is spent waiting for processes that the tests start. One that has

@@ -326,11 +326,11 @@ def generator(seed: int = 0) -> torch.Generator:
 def test_the_shelf_judges_by_its_own_copies_and_forgets_the_oldest() -> None:
     model = build_model(SMALL, seed=1, width=32, num_layers=1, num_heads=2)
     shelf = VersionShelf(model, capacity=2)
-    shelf.keep(7, model)
+    shelf.keep(7, model.state_dict())
     batch = sample(model, num_groups=16, group_size=8, generator=generator())
     with torch.no_grad():
         model.head.weight.mul_(200.0)  # far from uniform, as after training: rounding weighs more
-    shelf.keep(8, model)
+    shelf.keep(8, model.state_dict())
     agreement = shelf.compare(7, batch)
     assert agreement.max_abs_diff <= TOLERANCE
     assert agreement.max_abs_diff_older is None
@@ -340,7 +340,7 @@ def test_the_shelf_judges_by_its_own_copies_and_forgets_the_oldest() -> None:
     # One pass agrees with token by token over a cache.
     sharp = sample(model, num_groups=16, group_size=8, generator=generator())
     assert shelf.compare(8, sharp).max_abs_diff <= TOLERANCE / 10
-    shelf.keep(9, model)
+    shelf.keep(9, model.state_dict())
     with pytest.raises(KeyError, match="no weights of version 7"):
         shelf.compare(7, batch)
 

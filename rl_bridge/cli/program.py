@@ -30,13 +30,23 @@ from rl_bridge.remote.serve import EngineServer, find_executor
 
 
 def demo(
+    *,
     transport: Annotated[
-        str, typer.Option(help="How the weights travel: shared-memory, or local-clone.")
-    ] = "shared-memory",
+        str | None,
+        typer.Option(
+            help="How the weights travel: shared-memory, or local-clone; an adapter: nixl, or "
+            "shared-memory.",
+            show_default=False,
+        ),
+    ] = None,
     engine: Annotated[
         Engine,
         typer.Option(help="What the rollout samples with: module, vllm, sglang, or vllm-http."),
     ] = Engine.MODULE,
+    lora: Annotated[
+        bool,
+        typer.Option("--lora", help="Train a LoRA adapter on two ranks; it needs --engine vllm."),
+    ] = False,
     steps: Annotated[
         int, typer.Option(min=MIN_STEPS, help="Training steps, one update of the weights each.")
     ] = DEFAULT_STEPS,
@@ -55,6 +65,7 @@ def demo(
     run_demo(
         transport=transport,
         engine=engine.value,
+        lora=lora,
         steps=steps,
         seed=seed,
         out=out,

@@ -121,7 +121,7 @@ class EngineSampler(Sampler):
         try:
             with tempfile.TemporaryDirectory() as checkpoint:
                 with redirect_stderr(io.StringIO()):  # a bar of its progress
-                    build_qwen(task, model_seed).model.save_pretrained(Path(checkpoint))
+                    self._built(model_seed).model.save_pretrained(Path(checkpoint))
                 version = self._start(checkpoint, seed)
         except Exception as error:
             raise WeightBridgeUnavailableError(
@@ -129,6 +129,10 @@ class EngineSampler(Sampler):
                 "printed."
             ) from error
         self.name = f"{self.product} {version.partition('+')[0]}"
+
+    def _built(self, seed: int) -> QwenPolicy:
+        """The model that the engine starts with."""
+        return build_qwen(self._task, seed)
 
     @abstractmethod
     def _start(self, checkpoint: str, seed: int) -> str:

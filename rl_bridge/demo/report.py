@@ -77,6 +77,8 @@ class DemoResult:
     """The engine and its version, for people; empty for the module, which has none."""
     labels_checked: int = 0
     """Outputs that carried the engine's own label of the version that was asked for."""
+    lora: bool = False
+    """Whether the versions are those of an adapter."""
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.demo.learning import SampleBatch, SortTask
+from rl_bridge.demo.lora import ADAPTER
 from rl_bridge.demo.model import ModuleSampler, Sampler
 from rl_bridge.demo.sglang_engine import SGLangSampler
-from rl_bridge.demo.vllm_engine import VLLMSampler, VLLMServerSampler
+from rl_bridge.demo.vllm_engine import VLLMLoRASampler, VLLMSampler, VLLMServerSampler
 from rl_bridge.errors import (
     DeadlineExceeded,
     EngineLost,
@@ -62,6 +64,8 @@ class RolloutConfig:
     transport: str
     seed: int
     engine: Engine = Engine.MODULE
+    lora: bool = False
+    """Train a LoRA adapter on two ranks, instead of all weights on one."""
     task: SortTask = field(default_factory=SortTask)
     engine_log: str = ""
     """File for what the rollout's processes print; empty lets them print where the trainer does."""
@@ -95,17 +99,24 @@ class RolloutWorker:
 
     def __init__(self, config: RolloutConfig) -> None:
         """Start the engine."""
-        # Its first weights are not the trainer's: none of them may be left.
-        model_seed = config.seed + 1_000_003
-        self.sampler = _SAMPLERS[config.engine](
-            config.task, model_seed=model_seed, seed=config.seed
-        )
+        # Its first weights are not the trainer's: none of them may be left. An adapter has none,
+        # and is trained over the base that the engine serves.
+        model_seed = config.seed + (0 if config.lora else 1_000_003)
+        kind = VLLMLoRASampler if config.lora else _SAMPLERS[config.engine]
+        self.sampler = kind(config.task, model_seed=model_seed, seed=config.seed)
         self._engine = self.sampler.updated_over(config.transport)
+        self._is_lora = config.lora
         self._rest = "HTTP" if config.engine is Engine.VLLM_HTTP else "finish"
 
     def name(self) -> str:
         """Return the engine's name, for people."""
         return self.sampler.name
+
+    def _active_version(self) -> int | None:
+        engine = self._engine
+        if self._is_lora and isinstance(engine, RolloutExecutor):
+            return engine.adapter_version(ADAPTER)
+        return engine.active_weight_version
 
     def install(self, manifest_json: str, *, fail_half_way: bool) -> dict[str, Any]:
         """Run one update as a transaction; the result is an `InstallReply`."""
@@ -115,7 +126,7 @@ class RolloutWorker:
                 self._engine.update_weights(manifest_json)
         except (WeightBridgeError, EngineFault) as error:
             return {
-                "active_version": self._engine.active_weight_version,
+                "active_version": self._active_version(),
                 "error": type(error).__name__,
                 "message": str(error),
                 "timings_ms": {"failed": (time.perf_counter() - start) * 1e3},
@@ -127,7 +138,7 @@ class RolloutWorker:
         # Reading the manifest, acknowledging, releasing the version before.
         timings[self._rest] = (time.perf_counter() - start) * 1e3 - sum(timings.values())
         return {
-            "active_version": self._engine.active_weight_version,
+            "active_version": self._active_version(),
             "root": acknowledged.root,
             "timings_ms": timings,
         }
@@ -140,7 +151,7 @@ class RolloutWorker:
             "tokens": batch.tokens.tolist(),
             "log_probs": batch.log_probs.tolist(),
             "labels": dict(batch.labels),
-            "version": self._engine.active_weight_version,
+            "version": self._active_version(),
             "sample_ms": (time.perf_counter() - start) * 1e3,
         }
 

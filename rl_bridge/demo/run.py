@@ -20,6 +20,7 @@ from rl_bridge.transports.registry import canonical_name, transport_class
 
 DEFAULT_STEPS = 80
 _TRANSPORTS = ("shared-memory", "local-clone")
+_LORA_TRANSPORTS = ("nixl", "shared-memory")
 
 # Engine -> the packages that it needs, the extras that have them.
 _NEEDED = {
@@ -32,11 +33,14 @@ _NEEDED = {
     ),
 }
 
+_NEEDED_FOR_LORA = (("vllm", "transformers", "peft"), "demo,vllm,peft,nixl")
+
 
 def run_demo(
     *,
-    transport: str = "shared-memory",
+    transport: str | None = None,
     engine: str = Engine.MODULE,
+    lora: bool = False,
     steps: int = DEFAULT_STEPS,
     seed: int = 0,
     out: Path = Path("demo-out"),
@@ -49,10 +53,12 @@ def run_demo(
     it reports. Two updates are refused and one is undone on purpose.
 
     Args:
-        transport: name or short form.
+        transport: name or short form; None takes ``shared-memory``, for an adapter ``nixl``.
         engine: what the rollout samples with: ``module``, a torch module; ``vllm`` or ``sglang``,
             such an engine, which takes half a minute to start; ``vllm-http``, a vLLM server with a
             side-car beside it.
+        lora: train a LoRA adapter instead of all weights: on two ranks under FSDP2, over NIXL into
+            a vLLM engine on two ranks. It needs ``engine="vllm"``.
         steps: training steps, one update of the weights each.
         seed: of the weights and of the samples; the same seed gives the same rewards, with SGLang
             and with a server only about the same.
@@ -73,7 +79,7 @@ def run_demo(
     start = time.perf_counter()
     console = console or Console()
     faults = plan_faults(steps)
-    config = _checked(transport, engine, seed)
+    config = _checked(transport, engine, seed, lora=lora)
     _check_writable(out)
     if config.engine is not Engine.MODULE:
         config = replace(config, engine_log=str((out / f"{config.engine}.log").absolute()))
@@ -115,7 +121,7 @@ def run_demo(
         transport=config.transport,
         engine=config.engine.value,
         seed=seed,
-        num_processes=4 if config.engine is Engine.VLLM_HTTP else 1 + crosses,
+        num_processes=4 if config.engine is Engine.VLLM_HTTP or lora else 1 + crosses,
         num_tensors=manifest.tensor_count,
         total_nbytes=manifest.total_nbytes,
         seconds=time.perf_counter() - start,
@@ -123,6 +129,7 @@ def run_demo(
         faults=tuple(fault_rows),
         engine_name="" if config.engine is Engine.MODULE else name,
         labels_checked=labels_checked,
+        lora=lora,
     )
     write_json(result, out / "demo.json")
     draw_picture(result, out / "demo.png")
@@ -135,19 +142,25 @@ def _say(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False)
 
 
-def _checked(transport: str, engine: str, seed: int) -> RolloutConfig:
+def _checked(transport: str | None, engine: str, seed: int, *, lora: bool) -> RolloutConfig:
     """Find every reason not to start before anything is started."""
     if engine not in list(Engine):
         raise ValueError(f"no engine {engine!r} for the demo, expected one of {', '.join(Engine)}")
-    name = canonical_name(transport) if transport in {"shm", "local"} else transport
-    if name not in _TRANSPORTS:
+    if lora and engine != Engine.VLLM:
+        raise WeightBridgeUnavailableError(
+            f"the demo's LoRA adapter is applied by vLLM, not by engine {engine!r}. Take "
+            "engine='vllm' (--engine vllm)."
+        )
+    usable = _LORA_TRANSPORTS if lora else _TRANSPORTS
+    name = canonical_name(transport) if transport in {"shm", "local"} else transport or usable[0]
+    if name not in usable:
         raise WeightBridgeUnavailableError(
             f"the demo's trainer has its weights on the CPU and sends them over "
-            f"{' or '.join(_TRANSPORTS)}, not over {transport!r}. Take one of these."
+            f"{' or '.join(usable)}, not over {transport!r}. Take one of these."
         )
-    config = RolloutConfig(transport=name, seed=seed, engine=Engine(engine))
+    config = RolloutConfig(transport=name, seed=seed, engine=Engine(engine), lora=lora)
     kind = transport_class(config.transport)
-    packages, extras = _NEEDED[config.engine]
+    packages, extras = _NEEDED_FOR_LORA if lora else _NEEDED[config.engine]
     missing = [name for name in (*packages, "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         raise WeightBridgeUnavailableError(

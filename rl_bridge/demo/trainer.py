@@ -1,4 +1,4 @@
-"""The trainer: publishes each version, has it sampled with, checks the answer, learns, repeats.
+"""The trainer's loop: publish a version, have it sampled with, check the answer, learn, repeat.
 
 It is also the judge. A `VersionShelf` keeps a copy of each recent version: log-probabilities that
 the rollout reports under a version are computed again under exactly that version. If they differ by
@@ -7,23 +7,23 @@ more than rounding, the rollout sampled with other weights than it says, and the
 
 import copy
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from rl_bridge.demo.learning import Learner, LearnerConfig, Policy, SampleBatch, log_probs
+from rl_bridge.demo.learning import LearnerConfig, Policy, SampleBatch, SortTask, log_probs
+from rl_bridge.demo.lora import ADAPTER, LoRARanks, build_adapted
 from rl_bridge.demo.model import build_model
 from rl_bridge.demo.qwen import LEARNER, build_qwen
+from rl_bridge.demo.ranks import OneRank, Published, TrainerRanks
 from rl_bridge.demo.report import FaultRow, StepRow, Update
 from rl_bridge.demo.rollout import Engine, InstallReply, Rollout, RolloutConfig, SampleReply
 from rl_bridge.engines.serving import default_label
 from rl_bridge.errors import WeightBridgeError
-from rl_bridge.manifest.compare import Policy as Suspicion
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.testing.faults import FaultInjecting
-from rl_bridge.testing.peer import BridgeOver
 
 MIN_STEPS = 6
 """Fewer leave no room for three faults after the two versions that a replay needs."""
@@ -70,9 +70,8 @@ class VersionShelf:
         self._capacity = capacity
         self._kept: dict[int, dict[str, Tensor]] = {}
 
-    def keep(self, version: int, model: Policy) -> None:
-        """Copy the model's weights under a version; the oldest copy beyond the capacity goes."""
-        state = model.state_dict()
+    def keep(self, version: int, state: Mapping[str, Tensor]) -> None:
+        """Copy what was trained under a version; the oldest copy beyond the capacity goes."""
         self._kept[version] = {name: tensor.clone() for name, tensor in state.items()}
         while len(self._kept) > self._capacity:
             del self._kept[min(self._kept)]
@@ -90,7 +89,8 @@ class VersionShelf:
         if version not in self._kept:
             msg = f"no weights of version {version} are kept; kept are {list(self._kept)}"
             raise KeyError(msg)
-        self._scratch.load_state_dict(self._kept[version])
+        # (Of an adapter, the base is not among it.)
+        self._scratch.load_state_dict(self._kept[version], strict=False)
         with torch.no_grad():
             computed = log_probs(self._scratch, batch.tokens)
         return float((computed - batch.log_probs).abs().max())
@@ -110,8 +110,8 @@ class Fault(StrEnum):
     """The engine fails after half of the tensors have been written."""
 
 
-# What must become of a fault, the error's type, and how its text begins where the type alone does
-# not tell.
+# What must become of a fault, the error's type, and what its text has where the type alone does not
+# tell.
 _EXPECTED: dict[Fault, tuple[Update, str, str]] = {
     Fault.CORRUPTED: ("refused", "ChecksumMismatch", ""),
     Fault.STALE: ("refused", "StaleUpdate", ""),
@@ -141,7 +141,7 @@ def examine(
     outcome, error, words = _EXPECTED[fault]
     if fault is Fault.HALF_WAY and engine is not Engine.MODULE:
         outcome, error, words = _HALF_WAY_ELSEWHERE
-    if reply.error != error or not reply.message.startswith(words):
+    if reply.error != error or words not in reply.message:
         raise PromiseBroken(
             f"the {fault} update should have been {outcome} with {error}, the rollout says "
             f"{reply.error or 'installed'}: {reply.message}"
@@ -168,23 +168,32 @@ class _HandOver:
 
 
 class Trainer:
-    """Owns the policy, the publisher's end of the bridge, and a copy of each recent version."""
+    """The loop around the trainer's ranks, with a copy of each recent version."""
 
     def __init__(self, config: RolloutConfig, rollout: Rollout, *, num_steps: int) -> None:
         """Start with random weights; the rollout is the caller's and has no version yet."""
         self._rollout = rollout
         self._engine = config.engine
-        is_module = config.engine is Engine.MODULE
-        make_policy = build_model if is_module else build_qwen
-        self._model: Policy = make_policy(config.task, config.seed)
-        learner_config = LearnerConfig() if is_module else LEARNER
-        self._learner = Learner(self._model, num_steps=num_steps, config=learner_config)
-        self._shelf = VersionShelf(self._model)
-        # The transport itself, wrapped so that a byte can be damaged behind a manifest's back.
-        self._transport = FaultInjecting.over(config.transport, {"num_threads": 1})
-        self._bridge = BridgeOver(
-            self._transport, source_worker="trainer", suspicious=Suspicion.WARN
+        self._is_lora = config.lora
+        make_policy: Callable[[SortTask, int], Policy] = (
+            build_adapted
+            if config.lora
+            else build_model
+            if config.engine is Engine.MODULE
+            else build_qwen
         )
+        policy = make_policy(config.task, config.seed)
+        self._shelf = VersionShelf(policy)
+        self._ranks: TrainerRanks
+        if config.lora:
+            self._ranks = LoRARanks(
+                config.task, transport=config.transport, seed=config.seed, num_steps=num_steps
+            )
+        else:
+            settings = LearnerConfig() if config.engine is Engine.MODULE else LEARNER
+            self._ranks = OneRank(
+                policy, transport=config.transport, num_steps=num_steps, config=settings
+            )
         self._version = 0
         self.labels_checked = 0
         """How many outputs carried the engine's own label of the version that was asked for."""
@@ -200,7 +209,7 @@ class Trainer:
 
     def close(self) -> None:
         """Take back everything that was published."""
-        self._bridge.close()
+        self._ranks.close()
 
     def step(self, number: int, fault: Fault | None) -> tuple[StepRow, FaultRow | None]:
         """Do one step: an update, a batch, a lesson; with a fault planted, if one is given.
@@ -215,7 +224,7 @@ class Trainer:
             over = self._update()
         sampled, agreement = self.sample(_NUM_GROUPS)
         start = time.perf_counter()
-        entropy = self._learner.update(sampled.batch)
+        entropy = self._ranks.learn(sampled.batch)
         row = StepRow(
             step=number,
             version=agreement.version,
@@ -237,7 +246,7 @@ class Trainer:
     def _update(self) -> _HandOver:
         """Publish the weights of now and have them installed."""
         start = time.perf_counter()
-        over = self._hand_over(self._publish(), start)
+        over = self._hand_over(*self._publish(), start)
         reply, manifest = over.reply, over.manifest
         if reply.error is not None:
             raise PromiseBroken(
@@ -251,7 +260,7 @@ class Trainer:
             )
         self._held_before, self._held = self._held, manifest
         if self._held_before is not None:
-            self._bridge.release(self._held_before.update_id)
+            self._ranks.release(self._held_before)
         return over
 
     def _plant(self, number: int, fault: Fault) -> tuple[FaultRow, _HandOver | None]:
@@ -265,16 +274,13 @@ class Trainer:
         start = time.perf_counter()
         if fault is Fault.STALE:
             assert self._held_before is not None, "faults are planted after two versions"
-            over = self._hand_over(self._held_before, start)
+            over = self._hand_over(self._held_before, {}, start)
         else:
-            manifest = self._publish()
+            published = self._publish()
             if fault is Fault.CORRUPTED:
-                table = manifest.table
-                largest = max(range(len(table.nbytes)), key=table.nbytes.__getitem__)
-                middle = table.offsets[largest] + table.nbytes[largest] // 2
-                self._transport.corrupt(manifest, middle)
-            over = self._hand_over(manifest, start, fail_half_way=fault is Fault.HALF_WAY)
-            self._bridge.release(manifest.update_id)
+                self._ranks.damage(published.manifest)
+            over = self._hand_over(*published, start, fail_half_way=fault is Fault.HALF_WAY)
+            self._ranks.release(published.manifest)
         outcome = examine(fault, over.reply, active_version=before, engine=self._engine)
         _, agreement = self.sample(_CHECK_GROUPS)
         row = FaultRow(
@@ -289,14 +295,18 @@ class Trainer:
         )
         return row, None if fault is Fault.STALE else over
 
-    def _publish(self) -> WeightUpdateManifest:
+    def _publish(self) -> Published:
         self._version += 1
-        manifest = self._bridge.publish(self._model.weights, weight_version=self._version)
-        self._shelf.keep(self._version, self._model)
-        return manifest
+        self._shelf.keep(self._version, self._ranks.state())
+        return self._ranks.publish(self._version)
 
     def _hand_over(
-        self, manifest: WeightUpdateManifest, start: float, *, fail_half_way: bool = False
+        self,
+        manifest: WeightUpdateManifest,
+        timings_ms: Mapping[str, float],
+        start: float,
+        *,
+        fail_half_way: bool = False,
     ) -> _HandOver:
         published = time.perf_counter()
         # The layout, by far the larger part, travels once; later manifests refer to it.
@@ -304,7 +314,7 @@ class Trainer:
         to_json_ms = (time.perf_counter() - published) * 1e3
         reply = self._rollout.install(text, fail_half_way=fail_half_way)
         update_ms = (time.perf_counter() - start) * 1e3
-        timings = self._bridge.timings(manifest.update_id)
+        timings = dict(timings_ms)
         timings.pop("publish", None)  # the sum of its phases
         return _HandOver(
             manifest=manifest,
@@ -326,7 +336,7 @@ class Trainer:
             raise PromiseBroken(
                 f"the rollout reports version {sampled.version}, it acknowledged {expected}"
             )
-        label = default_label(self.held)
+        label = f"{ADAPTER}@{expected}" if self._is_lora else default_label(self.held)
         wrong = {found: count for found, count in sampled.batch.labels.items() if found != label}
         if wrong:
             raise PromiseBroken(

@@ -17,14 +17,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.demo.learning import SortTask
-from rl_bridge.demo.qwen import MAX_SEQUENCES, Answer, EngineSampler, plant_fault, version_label
+from rl_bridge.demo.lora import ADAPTER, RANK, build_base
+from rl_bridge.demo.qwen import (
+    MAX_SEQUENCES,
+    Answer,
+    EngineSampler,
+    QwenPolicy,
+    plant_fault,
+    version_label,
+)
+from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.engines.vllm.lora import VLLMAdapterInstaller
 from rl_bridge.engines.vllm.plugin import register
 from rl_bridge.errors import EngineLost
 from rl_bridge.remote.client import RemoteEngine
+from rl_bridge.testing.installer_faults import EngineFault
 from rl_bridge.testing.processes import free_port, until
 
 _CACHE_NBYTES: Final = 128 << 20
@@ -50,6 +62,8 @@ class VLLMSampler(EngineSampler):
     """An ``LLM`` whose workers run in this process."""
 
     product = "vLLM"
+    options: ClassVar[dict[str, Any]] = {}
+    """For the engine, beside what it needs anyway."""
 
     def _start(self, checkpoint: str, seed: int) -> str:
         # In this process, so that a fault can be planted in the middle of an install.
@@ -68,6 +82,7 @@ class VLLMSampler(EngineSampler):
             kv_cache_memory_bytes=_CACHE_NBYTES,
             logprobs_mode="processed_logprobs",
             seed=seed,
+            **self.options,
         )
         self.adapter = VLLMEngineAdapter(self.llm)
         self._params = vllm.SamplingParams
@@ -81,10 +96,15 @@ class VLLMSampler(EngineSampler):
             [{"prompt_token_ids": prompt} for prompt in prompts],
             self._params(n=group_size, detokenize=False, **_sampling(self._task)),
             use_tqdm=False,
+            lora_request=self._lora_request(),
         )
-        return [self._answer(answer) for output in outputs for answer in output.outputs]
+        return [self._answer(output, answer) for output in outputs for answer in output.outputs]
 
-    def _answer(self, answer: Any) -> Answer:
+    def _lora_request(self) -> Any:
+        return None
+
+    def _answer(self, output: Any, answer: Any) -> Answer:
+        del output
         tokens, label = list(answer.token_ids), None
         if hasattr(answer, "weight_versions"):  # vLLM labels outputs since 0.32
             spans = answer.weight_versions or []
@@ -97,6 +117,39 @@ class VLLMSampler(EngineSampler):
         self.llm.llm_engine.engine_core.shutdown()
 
 
+class VLLMLoRASampler(VLLMSampler):
+    """An ``LLM`` on two ranks that applies an adapter."""
+
+    product = "two ranks of vLLM"
+    options: ClassVar[dict[str, Any]] = {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "enable_lora": True,
+        "max_loras": 4,
+        "max_lora_rank": RANK,
+        "worker_extension_cls": f"{__name__}.DemoWorker",
+    }
+
+    def updated_over(self, transport: str) -> RolloutExecutor:
+        """See `Sampler`."""
+        self._executor = RolloutExecutor(
+            weight_transport=transport, weight_install_adapter=self.adapter
+        )
+        return self._executor
+
+    def _built(self, seed: int) -> QwenPolicy:
+        return build_base(self._task, seed)
+
+    def _plant(self, *, is_armed: bool) -> None:
+        self.llm.collective_rpc("rl_bridge_fail_half_way", args=(int(is_armed),))
+
+    def _lora_request(self) -> Any:
+        return self._executor.lora_request(ADAPTER)
+
+    def _answer(self, output: Any, answer: Any) -> Answer:
+        return super()._answer(output, answer)._replace(label=output.lora_request.lora_name)
+
+
 # ---- a server, and the side-car beside it -------------------------------------------------------
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -107,14 +160,26 @@ _STOP_TIMEOUT_S: Final = 20.0
 
 
 class DemoWorker:
-    """What the demo adds to the server's workers: their exchange fails half-way, on request.
+    """What the demo adds to an engine's workers: their installs fail half-way, on request.
 
     vLLM mixes it into its worker class, and lets others call its methods over HTTP.
     """
 
+    rank: int  # vLLM's own
+
     def rl_bridge_fail_half_way(self, is_armed: int) -> None:
-        """Let every install fail half-way from now on, or none."""
+        """Let every install fail half-way from now on, or none; an adapter's on the last rank."""
         plant_fault(is_armed=bool(is_armed))
+        if self.rank > 0:
+            read = _fail_to_read if is_armed else _read
+            VLLMAdapterInstaller.read = read  # type: ignore[method-assign,assignment]
+
+
+_read = VLLMAdapterInstaller.read
+
+
+def _fail_to_read(_: VLLMAdapterInstaller, version: Resident) -> int:
+    raise EngineFault(f"the engine failed after adapter {version.label} was written")
 
 
 class VLLMServerSampler(EngineSampler):

@@ -13,7 +13,14 @@ from rl_bridge.demo.trainer import MIN_STEPS, Fault, logprob_tolerance
 
 
 def run_shortly(
-    engine: Engine, out: Path, *, product: str, processes: int, fails: str, steps: int = MIN_STEPS
+    engine: Engine,
+    out: Path,
+    *,
+    product: str,
+    processes: int,
+    fails: str,
+    steps: int = MIN_STEPS,
+    lora: bool = False,
 ) -> None:
     """Run it with planted faults.
 
@@ -24,10 +31,12 @@ def run_shortly(
         processes: how many there are, the engine's own not counted.
         fails: what the install says that fails half-way.
         steps: of the trainer.
+        lora: whether it trains an adapter.
 
     """
     screen, before = io.StringIO(), set(multiprocessing.active_children())  # other tests' engine
-    run_demo(engine=engine, steps=steps, out=out, console=Console(file=screen, width=120))
+    console = Console(file=screen, width=120)
+    run_demo(engine=engine, lora=lora, steps=steps, out=out, console=console)
     assert set(multiprocessing.active_children()) <= before
     found, tolerance = json.loads((out / "demo.json").read_text("utf-8")), logprob_tolerance(engine)
     assert found["engine"] == engine
@@ -44,7 +53,7 @@ def run_shortly(
     assert faults[Fault.CORRUPTED]["error"] == "ChecksumMismatch"
     assert faults[Fault.STALE]["error"] == "StaleUpdate"
     assert faults[Fault.HALF_WAY]["outcome"] == "undone"
-    assert faults[Fault.HALF_WAY]["message"].startswith(f"EngineFault: the engine failed {fails}")
+    assert f"EngineFault: the engine failed {fails}" in faults[Fault.HALF_WAY]["message"]
     for fault in faults.values():
         assert fault["active_version"] != fault["version"]
         assert fault["logprob_max_abs_diff"] <= tolerance

@@ -39,6 +39,15 @@ def test_trainer_side_car_and_server_keep_every_promise_as_processes_of_their_ow
     assert "could not commit update" in (tmp_path / "vllm-http.log").read_text("utf-8")
 
 
+@pytest.mark.timeout(420)
+def test_an_adapter_of_two_trainer_ranks_reaches_two_engine_ranks_and_every_promise_is_kept(
+    tmp_path: Path,
+) -> None:
+    fails = "after adapter policy@"
+    product = "two ranks of vLLM 0."
+    run_shortly(Engine.VLLM, tmp_path, product=product, processes=4, fails=fails, lora=True)
+
+
 # ---- engines that lie ---------------------------------------------------------------------------
 
 CONFIG = RolloutConfig(transport="shared-memory", seed=3, engine=Engine.VLLM)

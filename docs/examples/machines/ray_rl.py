@@ -42,7 +42,7 @@ class Trainer(WeightPublisherActor):
 
     def keep(self, version: int) -> None:
         """Keep a copy of the weights of now, to check by it what is sampled with them."""
-        self.shelf.keep(version, self.model)
+        self.shelf.keep(version, self.model.state_dict())
 
     def learn(self, *sampled: str) -> list[float]:
         """Take one step; the mean reward, and how far the log-probabilities were off."""
