@@ -9,6 +9,7 @@ import importlib
 import os
 import tempfile
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +40,8 @@ RANK = 16
 _NUM_RANKS = 2
 _DEADLINE_S = 120.0
 # An adapter does not change the head: it must be able to tell digits apart as it is.
-_HEAD_SCALE = 0.3
+_HEAD_SCALE = 0.15
+_LEARNER = replace(LEARNER, epochs=4)
 
 
 def build_base(task: SortTask, seed: int) -> QwenPolicy:
@@ -94,7 +96,7 @@ class LoRARank:
             if type(module).__name__ == "Qwen3DecoderLayer":
                 fully_shard(module, mesh=mesh)
         fully_shard(self._policy.model, mesh=mesh)
-        self._learner = Learner(self._policy, num_steps=num_steps, config=LEARNER)
+        self._learner = Learner(self._policy, num_steps=num_steps, config=_LEARNER)
         self._extractor = FSDPWeightExtractor(self._policy.model, adapter=ADAPTER)
         bridge = make_weight_bridge(transport, source_worker="trainer", source_rank=rank)
         self._publisher = GroupPublisher(bridge, ProcessGroupExchange(), timeout_s=_DEADLINE_S)

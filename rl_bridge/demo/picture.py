@@ -56,8 +56,10 @@ def draw_picture(result: DemoResult, path: Path) -> None:
         heights = {"height_ratios": [3.0, 1.0, 1.5, 2.0], "hspace": 0.16}
         panels = figure.subplots(4, 1, sharex=True, gridspec_kw=heights)
         figure.subplots_adjust(left=0.085, right=0.825, top=0.895, bottom=0.06)
-        trained, travels = ("LoRA adapter", "versions") if result.lora else ("policy", "weights")
-        title = f"A {trained} learns to sort while its {travels} travel{to_engine}"
+        trained = "LoRA learns to sort while it travels"
+        if not result.lora:
+            trained = "policy learns to sort while its weights travel"
+        title = f"A {trained}{to_engine}"
         figure.text(0.085, 0.96, title, fontsize=15, weight="bold")
         figure.text(
             0.085,
