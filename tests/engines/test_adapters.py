@@ -1,6 +1,7 @@
 """LoRA adapters of real vLLM engines, version after version: as a fresh engine that reads files."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -135,6 +136,46 @@ def test_every_version_answers_as_a_fresh_engine_that_read_it_from_files(engine:
             engine.manifests[-1].root,
         )
     assert engine.executor.active_weight_version is None  # of the engine's own weights
+
+
+def held() -> dict[int, tuple[int, int]]:
+    """Of this process and all below it: descriptors, and resident memory of its own in KiB."""
+    found, left = {}, [os.getpid()]
+    while left:
+        pid = left.pop()
+        lists = Path(f"/proc/{pid}/task").glob("*/children")
+        left += [int(child) for path in lists for child in path.read_text().split()]
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        found[pid] = len(list(Path(f"/proc/{pid}/fd").iterdir())), int(status["RssAnon"].split()[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("updates", "every"), [(60, 6), pytest.param(1000, 10, marks=pytest.mark.full)]
+)
+@pytest.mark.timeout(3600)
+def test_a_long_run_leaves_as_much_memory_and_as_many_descriptors_as_it_found(
+    engine: Adapted, updates: int, every: int
+) -> None:
+    for number in range(20):
+        engine.update(number % 2)
+    before, names = held(), set(Path("/dev/shm").iterdir())
+    for number in range(updates):
+        engine.update(number % 2)
+        if number % every < 2:
+            assert engine.answers() == engine.fresh[1 + number % 2]
+    after = held()
+    grown = {
+        pid: (after[pid][0] - descriptors, (after[pid][1] - memory) >> 10)
+        for pid, (descriptors, memory) in before.items()
+    }
+    assert all(more == 0 and mib < 16 for more, mib in grown.values()), grown
+    assert len(set(Path("/dev/shm").iterdir()) - names) <= 1  # the serving version has another name
+    engine.executor.lora_request("policy", engine.count - 1)  # the one before, and no older one
+    with pytest.raises(UnknownUpdate):
+        engine.executor.lora_request("policy", engine.count - 2)
 
 
 # ---- several versions side by side ---------------------------------------------------------------

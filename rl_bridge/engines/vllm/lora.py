@@ -286,6 +286,8 @@ class VLLMAdapterInstaller(AdapterInstaller):
         self._manager: Any = manager
         self._base = base
         self._places: dict[str, tuple[_Place, _Place]] = {}
+        # Layers that no version writes to, whose place in a slot must be zero.
+        self._others: list[Any] = []
         self._plans: dict[object, _Plan] = {}
         # What the slot of each version must hold.
         self._held: dict[int, tuple[_Plan, _Room]] = {}
@@ -311,7 +313,12 @@ class VLLMAdapterInstaller(AdapterInstaller):
                 f"engine holds root {base}. Install that base first, or publish for this one."
             )
             raise IncompatibleUpdate(msg)
-        places = self._places = self._places or places_of(self._manager)
+        if not self._places:
+            self._places = places_of(self._manager)
+            written = {place.layer for both in self._places.values() for place in both}
+            layers = self._manager.modules.items()
+            self._others = [layer for name, layer in layers if name not in written]
+        places = self._places
         unknown = [pair.module for pair in pairs if pair.module not in places]
         if unknown:
             known = sorted({name.rpartition(".")[2] for name in places})
@@ -434,10 +441,13 @@ class VLLMAdapterInstaller(AdapterInstaller):
             raise SlotsExhausted(msg)
         try:
             manager.add_adapter(model)
-            manager.activate_adapter(version.number)  # zeros the slot
+            # As `activate_adapter` does it, which also writes zeros into each layer of the slot.
+            manager._active_adapters[version.number] = None  # noqa: SLF001 - vLLM offers no more
+            manager.lora_index_to_id[free[0]] = version.number
+            for layer in self._others:
+                layer.reset_lora(free[0])
             manager.pin_adapter(version.number)
         except BaseException:
             manager.remove_adapter(version.number)
             raise
-        slot: int = manager.lora_index_to_id.index(version.number)
-        return slot
+        return free[0]
