@@ -298,6 +298,7 @@ class FSDPWeightExtractor(WeightExtractor):
         self._is_empty: list[bool] = []
         self._cut_often: set[str] = set()
         self._splits: dict[int, Split] = {}
+        self._live: Sequence[torch.Tensor] = []  # those of FSDP2, as they were last looked at
 
     # ---- what is there
 
@@ -360,7 +361,8 @@ class FSDPWeightExtractor(WeightExtractor):
     # ---- bytes
 
     def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
-        self._names.check()
+        if self._units:  # in a flat parameter, a weight has no place of its own to be merged in
+            self._names.check()
         tensors = self._slots.tensors()
         if tensors is not None and not self._is_sharded(tensors):
             # A forward pass may have left whole parameters in the place of sharded ones.
@@ -368,6 +370,10 @@ class FSDPWeightExtractor(WeightExtractor):
             tensors = self._slots.tensors()
         if tensors is None or not self._is_sharded(tensors):
             return None
+        if merged := self._names.merged():
+            slots = self._slots.slots
+            tensors = [merged.get(slot.path, one) for slot, one in zip(slots, tensors, strict=True)]
+        self._live = tensors
         facts = zip(tensors, self._is_dtensor, self._is_empty, strict=True)
         now: list[torch.Tensor | None] = [
             None if is_empty else local_of(tensor) if is_dtensor else tensor
@@ -402,7 +408,7 @@ class FSDPWeightExtractor(WeightExtractor):
             if known[source].is_whole:
                 view.copy_(tensor)  # type: ignore[arg-type]  # so this rank holds it
             elif known[source].name in self._cut_often:
-                view.copy_(gathered_by_torch(self._slots.slots[source].tensor(), view.dtype))  # type: ignore[arg-type]
+                view.copy_(gathered_by_torch(self._live[source], view.dtype))  # type: ignore[arg-type]  # cut, so one
             else:
                 cut.append((view, self._split(source), tensor))
         gather(cut, window=self._reserve_nbytes())

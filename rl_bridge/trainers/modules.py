@@ -61,7 +61,8 @@ class ModelNames:
     def merged(self) -> dict[str, torch.Tensor]:
         """Weights with their adapters merged in, by path, where the model's own do not hold them.
 
-        The model's own stay as they are. For models that this process holds as a whole.
+        The model's own stay as they are. A weight that FSDP2 cuts stays cut: its ranks call this
+        together, since each needs the other ranks' rows of A.
 
         Raises:
             IncompatibleUpdate: a layer whose merged weight is no sum, such as one of DoRA.
@@ -85,7 +86,7 @@ class ModelNames:
             with torch.no_grad():
                 total = weight.detach().clone()
                 for one in names:
-                    total += layer.get_delta_weight(one)
+                    total += layer.get_delta_weight(one)  # (of a cut weight, placed as that is)
             found[path] = total
         return found
 
@@ -108,7 +109,10 @@ class Adapters(enum.StrEnum):
     """What is published of a model with peft adapters."""
 
     MERGED = "merged"
-    """The model's own names, with the adapters merged in: ``model.merge_adapter()`` comes first."""
+    """The model's own names, with the adapters merged in; the training weights stay as they are.
+
+    In a flat parameter, such as FSDP1's and ZeRO's, ``model.merge_adapter()`` has to come first.
+    """
     BASE = "base"
     """The model's own names, without the adapters."""
     ONLY = "only"

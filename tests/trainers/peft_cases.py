@@ -57,20 +57,27 @@ def sharded() -> Any:
     return model
 
 
-def parts(adapters: str) -> Any:
+def parts(adapters: str, *, is_merged: bool) -> Any:
     model = sharded()
-    if adapters == "merged":
+    before = {name: one.full_tensor() for name, one in model.named_parameters()}
+    if is_merged:
         model.merge_adapter()
-    return full_report(FSDPWeightExtractor(model, adapters=adapters))
+    found = full_report(FSDPWeightExtractor(model, adapters=adapters))
+    after = {name: one.full_tensor() for name, one in model.named_parameters()}
+    assert is_merged or all(one.equal(before[name]) for name, one in after.items())
+    return found
 
 
 def forgotten() -> str:
-    """The second update, before which nobody merged."""
-    model = sharded()
+    """The second update, before which nobody merged what lies in flat parameters."""
+    options: Any = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    model: Any = FullyShardedDataParallel(adapted(), **options)
     extractor = FSDPWeightExtractor(model)
-    model.merge_adapter()
+    with FullyShardedDataParallel.summon_full_params(model):
+        model.merge_adapter()
     list(extractor.local())
-    model.unmerge_adapter()
+    with FullyShardedDataParallel.summon_full_params(model):
+        model.unmerge_adapter()
     try:
         list(extractor.local())
     except IncompatibleUpdate as error:

@@ -27,9 +27,14 @@ def two(worlds: Callable[[int, str], World]) -> World:
     return worlds(2, "peft_cases")
 
 
-@pytest.mark.parametrize("adapters", ["merged", "base", "only"])
-def test_ranks_publish_what_peft_itself_would_save(two: World, adapters: str) -> None:
-    reports = two.run("parts", adapters=adapters)
+@pytest.mark.parametrize(
+    ("adapters", "is_merged"),
+    [("merged", True), ("merged", False), ("base", False), ("only", False)],
+)
+def test_ranks_publish_what_peft_itself_would_save(
+    two: World, adapters: str, *, is_merged: bool
+) -> None:
+    reports = two.run("parts", adapters=adapters, is_merged=is_merged)
     whole = peft_cases.expected(adapters)
     assert assembled(reports) == whole
     assert [report["full"] for report in reports] == [whole, whole]
