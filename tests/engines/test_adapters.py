@@ -79,7 +79,7 @@ class Adapted:
             self.bridge.release(earlier.update_id)
         self.count += 1
         manifest = self.bridge.publish(weights, weight_version=self.count, adapter=spec)
-        self.manifests.append(manifest)
+        self.manifests = [*self.manifests[-1:], manifest]
         return manifest
 
     def update(self, number: int, *, name: str = "policy") -> int:
@@ -152,27 +152,25 @@ def held() -> dict[int, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("updates", "every"), [(60, 6), pytest.param(1000, 10, marks=pytest.mark.full)]
-)
-@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("updates", [60, pytest.param(1000, marks=pytest.mark.full)])
 def test_a_long_run_leaves_as_much_memory_and_as_many_descriptors_as_it_found(
-    engine: Adapted, updates: int, every: int
+    engine: Adapted, updates: int
 ) -> None:
-    for number in range(20):
+    for number in range(updates // 3):
         engine.update(number % 2)
+        assert engine.answers() == engine.fresh[1 + number % 2]
     before, names = held(), set(Path("/dev/shm").iterdir())
+    # Without a request: the first one in each block of keys and values takes memory for good.
     for number in range(updates):
         engine.update(number % 2)
-        if number % every < 2:
-            assert engine.answers() == engine.fresh[1 + number % 2]
     after = held()
     grown = {
         pid: (after[pid][0] - descriptors, (after[pid][1] - memory) >> 10)
         for pid, (descriptors, memory) in before.items()
     }
-    assert all(more == 0 and mib < 16 for more, mib in grown.values()), grown
-    assert len(set(Path("/dev/shm").iterdir()) - names) <= 1  # the serving version has another name
+    assert all(more == 0 and mib < 4 for more, mib in grown.values()), grown
+    assert len(set(Path("/dev/shm").iterdir()) - names) <= 1  # the serving version has its own
+    assert engine.answers() == engine.fresh[1 + (updates - 1) % 2]
     engine.executor.lora_request("policy", engine.count - 1)  # the one before, and no older one
     with pytest.raises(UnknownUpdate):
         engine.executor.lora_request("policy", engine.count - 2)
