@@ -12,10 +12,10 @@ ask for it; those that began under an older version end under that one. An older
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -283,6 +283,26 @@ class AdapterInstaller(RankInstaller):
         return own
 
 
+# ---- the front end -------------------------------------------------------------------------------
+
+
+class AdapterFrontEnd(Protocol):
+    """Whatever takes an engine's requests, and so knows which versions of adapters they ask for."""
+
+    def adapters_in_use(self) -> AbstractSet[int]:
+        """The engine's ids of the adapters that requests under way ask for."""
+
+    def offer_adapter(
+        self, adapter: str, active: Resident | None, residents: Sequence[Resident]
+    ) -> None:
+        """From now on, requests can ask for these versions of an adapter, and for no other ones.
+
+        Raises:
+            WeightBridgeUnavailableError: it cannot be told.
+
+        """
+
+
 # ---- the driver ----------------------------------------------------------------------------------
 
 
@@ -327,7 +347,7 @@ class AdapterDriver(EngineDriver):
         client: EngineClient,
         adapter: str,
         *,
-        used: Callable[[], AbstractSet[int]],
+        front_end: AdapterFrontEnd,
         options: Mapping[str, Any],
         keep: int,
         take_over: bool = False,
@@ -337,7 +357,7 @@ class AdapterDriver(EngineDriver):
         Args:
             client: calls the engine's ranks.
             adapter: name of the adapter.
-            used: tells the engine's ids of the adapters that its requests under way ask for.
+            front_end: takes the engine's requests.
             options: of the ranks' bridges; plain JSON.
             keep: most versions that stay resident while nothing is installed.
             take_over: as for `EngineDriver`.
@@ -348,7 +368,7 @@ class AdapterDriver(EngineDriver):
             AdapterClient(client, adapter), serving=serving, options=options, take_over=take_over
         )
         self.adapter = adapter
-        self._used = used
+        self._front_end = front_end
         self._keep = keep
         # The active version, and all that every rank holds, the newest first: replaced as a whole,
         # since requests are made in other threads, and in the engine's own event loop.
@@ -391,6 +411,7 @@ class AdapterDriver(EngineDriver):
             self._known = version, (version, *others)
             self._partly = [one for one in self._partly if one != version.update_id]
         super().commit()
+        self._offer()
         try:
             self.retire(self._keep)
         except Exception:  # noqa: BLE001 - logged in full
@@ -401,28 +422,44 @@ class AdapterDriver(EngineDriver):
         """Free the places of the oldest versions that no request is left of, until `keep` stay.
 
         A version goes if it was without a request at the look before as well: an engine's front
-        end forgets a request a moment before the engine itself has ended it.
+        end forgets a request a moment before the engine itself has ended it. It is not offered any
+        more before the last look: a request that comes between the two keeps it.
 
         Returns:
             Whether one went.
 
         """
-        used = self._used()
+        used = self._front_end.adapters_in_use()
         active, residents = self._known
         oldest = [one for one in reversed(residents) if one != active]
         idle = frozenset(one.update_id for one in oldest if one.number not in used)
         surplus = max(len(residents) - max(keep, 1), 0)
-        gone = [one.update_id for one in oldest if one.update_id in idle & self._idle][:surplus]
-        gone += self._partly
+        ending = [one for one in oldest if one.update_id in idle & self._idle][:surplus]
         self._idle = idle
+        if ending:
+            self._known = active, tuple(one for one in residents if one not in ending)
+            self._offer()
+            used = self._front_end.adapters_in_use()
+            ending = [one for one in ending if one.number not in used]
+            self._known = active, tuple(one for one in residents if one not in ending)
+        gone = [*(one.update_id for one in ending), *self._partly]
         if gone:
             self._client.ask("retire", update_ids=gone)
-            self._known = active, tuple(one for one in residents if one.update_id not in gone)
             self._partly = []
         return bool(gone)
 
+    def take_over(self) -> bool:
+        """Take the engine, and offer what it holds. See `EngineDriver`."""
+        is_new = super().take_over()
+        self._offer()
+        return is_new
+
+    def _offer(self) -> None:
+        self._front_end.offer_adapter(self.adapter, *self._known)
+
     def _ensure_session(self) -> None:
         super()._ensure_session()
+        self._offer()
         keep = len(self._known[1])
         if self._free:
             self.retire(keep)  # only a look

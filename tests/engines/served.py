@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 240
 END_S = 30
 CALL_S = 60
+DEV = {"VLLM_SERVER_DEV_MODE": "1"}
+"""With it, a server has the routes by which weights come."""
 
 
 @dataclass(slots=True)
@@ -32,21 +34,23 @@ class Served:
         """Call one route."""
         return httpx.request(method, f"{self.url}/{path}", timeout=CALL_S, **request)
 
-    def generate(self, prompt: Sequence[int], tokens: int = MAX_TOKENS) -> dict[str, Any]:
+    def generate(
+        self, prompt: Sequence[int], tokens: int = MAX_TOKENS, **more: Any
+    ) -> dict[str, Any]:
         """One request's only choice: tokens, log-probabilities, versions."""
         sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 3}
         reply = self.call(
             "inference/v1/generate",
-            json={"token_ids": list(prompt), "sampling_params": sampling},
+            json={"token_ids": list(prompt), "sampling_params": sampling, **more},
         )
         assert reply.is_success, reply.text
         (choice,) = reply.json()["choices"]
         return dict(choice)
 
-    def answers(self) -> Answers:
+    def answers(self, **more: Any) -> Answers:
         """What it answers to the prompts, one after the other, computed anew."""
         assert self.call("reset_prefix_cache").is_success
-        choices = [self.generate(prompt) for prompt in PROMPTS]
+        choices = [self.generate(prompt, **more) for prompt in PROMPTS]
         return tuple(
             (
                 tuple(choice["token_ids"]),
@@ -80,14 +84,20 @@ class Served:
 
 @contextmanager
 def served(
-    setting: Setting, path: str, log: Path, *, replicas: int = 1, **environment: str
+    setting: Setting,
+    path: str,
+    log: Path,
+    *,
+    replicas: int = 1,
+    options: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Served]:
     """Start it; it is killed with the block."""
     port = free_port()
-    flags = [*_flags(setting, path), "--host", "127.0.0.1", "--port", str(port)]
+    flags = [*_flags(setting, path, options or {}), "--host", "127.0.0.1", "--port", str(port)]
     flags += ["--data-parallel-size", str(replicas)]
     command = ["vllm.entrypoints.openai.api_server", *flags]
-    with launched(command, log, PYTHONPATH=str(ROOT), **environment) as process:
+    with launched(command, log, PYTHONPATH=str(ROOT), **(environment or {})) as process:
         server = Served(f"http://127.0.0.1:{port}", process)
         wait_until_ready(server, log)
         yield server
@@ -133,9 +143,9 @@ def wait_until_ready(server: Any, log: Path) -> None:
     until(is_ready, what=f"server is ready, see {log}", deadline_s=START_S)
 
 
-def _flags(setting: Setting, path: str) -> list[str]:
+def _flags(setting: Setting, path: str, options: Mapping[str, object]) -> list[str]:
     flags = ["--enable-scale-out"]  # tokens in, tokens out, with their versions
-    for name, value in arguments(setting, path).items():
+    for name, value in {**arguments(setting, path), **options}.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             flags.append(flag)

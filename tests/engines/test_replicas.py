@@ -34,7 +34,7 @@ from tests.engines.drive import PROMPTS, Setting, executor_for
 from tests.engines.looped import Looped, looped
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References
-from tests.engines.served import Served, served
+from tests.engines.served import DEV, Served, served
 from tests.engines.stand import Stand, label_of
 from tests.engines.trainer import Trainer
 
@@ -265,7 +265,7 @@ def test_a_server_updates_all_of_its_replicas_or_none(
 ) -> None:
     path, log = checkpoints.path(SETTING.kind, 0), tmp_path / "server.log"
     with (
-        served(SETTING, path, log, replicas=2, VLLM_SERVER_DEV_MODE="1") as server,
+        served(SETTING, path, log, replicas=2, environment=DEV) as server,
         executor_for(server.url) as executor,
     ):
         stand = Stand(server, trainer, weights_of(checkpoints), ())

@@ -12,21 +12,24 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rl_bridge import (
     EngineLost,
     RolloutExecutor,
     TornEngine,
     WeightBridgeUnavailableError,
+    make_weight_bridge,
 )
 from rl_bridge.errors import DeadlineExceeded, IncompatibleUpdate
+from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.processes import until
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, executor_for, start
 from tests.engines.drivers import STEPS, drive
 from tests.engines.matrix import few_of
 from tests.engines.mishaps import FAILURES, fail
-from tests.engines.models import Checkpoints, Kind
-from tests.engines.served import Served, served
+from tests.engines.models import ADAPTER, Checkpoints, Kind
+from tests.engines.served import DEV, Served, served
 from tests.engines.sidecars import URL
 from tests.engines.stand import Stand, label_of
 from tests.engines.trainer import Trainer
@@ -55,7 +58,7 @@ def server(
 ) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("server") / "log"
     path = checkpoints.path(SETTING.kind, 0)
-    with served(SETTING, path, log, VLLM_SERVER_DEV_MODE="1") as made:
+    with served(SETTING, path, log, environment=DEV) as made:
         yield made
 
 
@@ -82,6 +85,17 @@ def stand(make_stand: Callable[[Served], OnServer], server: Served) -> OnServer:
 def executor(server: Served) -> Iterator[RolloutExecutor]:
     with executor_for(server.url, timeout_s=DEADLINE_S) as made:
         yield made
+
+
+def test_a_server_without_our_routes_takes_no_adapter_and_says_how_it_is_started(
+    executor: RolloutExecutor, checkpoints: Checkpoints
+) -> None:
+    weights = load_file(f"{checkpoints.adapter(0)}/adapter_model.safetensors")
+    spec = AdapterSpec.of_peft("policy", ADAPTER, [])
+    with make_weight_bridge("shared-memory") as bridge:
+        manifest = bridge.publish(weights, weight_version=1, adapter=spec)
+        with pytest.raises(WeightBridgeUnavailableError, match="VLLM_PLUGINS=rl_bridge"):
+            executor.update_weights(manifest)
 
 
 @pytest.mark.timeout(240)
@@ -286,7 +300,7 @@ def following(
     """The server behind the one that was killed."""
     log = tmp_path_factory.mktemp("following") / "log"
     path = checkpoints.path(SETTING.kind, 0)
-    with served(SETTING, path, log, VLLM_SERVER_DEV_MODE="1") as made:
+    with served(SETTING, path, log, environment=DEV) as made:
         yield made
 
 

@@ -7,9 +7,10 @@ resume, drop cached prefixes, and read and set the label that vLLM puts on outpu
 import asyncio
 import concurrent.futures
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.rpc import (
     EngineClient,
     Replies,
@@ -21,7 +22,8 @@ from rl_bridge.engines.rpc import (
     too_late,
     watch,
 )
-from rl_bridge.engines.vllm import MINIMUM, VLLM
+from rl_bridge.engines.vllm import MINIMUM, VLLM, require
+from rl_bridge.engines.vllm.endpoint import PATH as ADAPTERS
 from rl_bridge.engines.vllm.plugin import METHOD
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 
@@ -52,14 +54,27 @@ class VLLMClient(EngineClient):
         """Ids of the LoRA adapters that requests under way ask for, those that wait included.
 
         Raises:
-            WeightBridgeUnavailableError: the engine does not tell, such as a server.
+            WeightBridgeUnavailableError: the engine does not tell.
 
         """
         msg = (
             "this engine does not tell which adapters its requests ask for, so versions of an "
-            "adapter cannot be kept apart in it. Use an LLM or an AsyncLLM of this process."
+            "adapter cannot be kept apart in it. Use an LLM, an AsyncLLM, or a server's URL."
         )
         raise WeightBridgeUnavailableError(msg)
+
+    def offer_adapter(
+        self, adapter: str, active: Resident | None, residents: Sequence[Resident]
+    ) -> None:
+        """Nothing, where requests are made with `lora_request`. See `AdapterFrontEnd`."""
+
+    def lora_request(self, version: Resident) -> Any:
+        """What a request names this version by.
+
+        Its name has the version, since vLLM takes requests of one name for the same adapter.
+        """
+        kind = require("vllm.lora.request").LoRARequest
+        return kind(lora_name=version.label, lora_int_id=version.number, lora_path=version.path)
 
     def pause(self, mode: str | None, *, undoes: bool = False) -> None:
         """Stop scheduling: ``keep`` freezes requests, ``wait`` ends them, ``abort`` aborts them."""
@@ -370,9 +385,43 @@ class ServerClient(VLLMClient):
         """Set it."""
         self._send("POST", "update_weight_version", "set its label", json={"new_version": label})
 
+    def adapters_in_use(self) -> frozenset[int]:
+        """Ids of the LoRA adapters that requests have, as our routes in the server count them."""
+        return frozenset(self._adapters("GET")["used"])
+
+    def offer_adapter(
+        self, adapter: str, active: Resident | None, residents: Sequence[Resident]
+    ) -> None:
+        """Have the server's clients ask for these versions, and no others."""
+        told = [{"label": one.label, "number": one.number, "path": one.path} for one in residents]
+        label = None if active is None else active.label
+        self._adapters("POST", json={"adapter": adapter, "active": label, "residents": told})
+
+    def lora_request(self, version: Resident) -> str:
+        """What clients send as ``model`` for this version."""
+        return version.label
+
     def close(self) -> None:
         """Close the connections."""
         self._server.close()
+
+    def _adapters(self, method: str, **request: Any) -> dict[str, Any]:
+        path, doing = ADAPTERS.removeprefix("/"), "tell which adapters are in use"
+        reply = self._server.send(method, path, doing, self.timeout_s, **request)
+        if reply.status_code == self._server.codes.NOT_FOUND:
+            msg = (
+                f"the server at {self._server} has no route {ADAPTERS}, by which versions of "
+                "adapters are offered to its clients. Start it with VLLM_PLUGINS=rl_bridge and "
+                "VLLM_SERVER_DEV_MODE=1 in its environment, vLLM >= 0.32 and rl_bridge beside it."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        told = self._server.content(reply) if reply.content else {}
+        if isinstance(told, dict) and "error" in told and not reply.is_success:
+            msg = f"the server at {self._server} does not offer adapters: {told['error']}"
+            raise WeightBridgeUnavailableError(msg)
+        if not reply.is_success or not isinstance(told, dict) or "used" not in told:
+            raise self._strange(path, told)
+        return told
 
     def _send(
         self, method: str, path: str, doing: str, *, within_s: float | None = None, **request: Any

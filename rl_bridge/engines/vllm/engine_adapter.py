@@ -22,7 +22,6 @@ from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
 from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
 from rl_bridge.engines.staging import Staging, checked_budget, checked_staging
-from rl_bridge.engines.vllm import require
 from rl_bridge.engines.vllm.client import LLMClient, VLLMClient, connect
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
@@ -135,7 +134,7 @@ class VLLMEngineAdapter(EngineDriver):
 
         Raises:
             IncompatibleUpdate: updates of the weights reload the model, which drops all adapters.
-            WeightBridgeUnavailableError: a server, which does not tell which of them are in use.
+            WeightBridgeUnavailableError: a server without our routes.
 
         """
         if self._options.get("reload"):
@@ -146,11 +145,11 @@ class VLLMEngineAdapter(EngineDriver):
             )
             raise IncompatibleUpdate(msg)
         assert isinstance(self.client, VLLMClient)  # as `connect` made it
-        self.client.adapters_in_use()
+        self.client.adapters_in_use()  # which says what a server lacks
         return VLLMAdapterDriver(
             self.client,
             name,
-            used=self.client.adapters_in_use,
+            front_end=self.client,
             options=self._bridges,
             keep=_KEPT_VERSIONS,
             take_over=self._may_take_over,
@@ -161,17 +160,17 @@ class VLLMAdapterDriver(AdapterDriver):
     """Installs versions of one LoRA adapter into a vLLM engine: see `VLLMEngineAdapter`."""
 
     def lora_request(self, version: int | None) -> Any:
-        """The ``LoRARequest`` of a resident version; None is the active one.
+        """What a request names a resident version by; None is the active one.
 
-        Its name has the version, since vLLM takes requests of one name for the same adapter.
+        An ``LLM`` and an ``AsyncLLM`` take the ``LoRARequest``; for a server it is the text that
+        its clients send as ``model``.
 
         Raises:
             UnknownUpdate: the engine does not hold it.
 
         """
-        one = self.resident(version)
-        kind = require("vllm.lora.request").LoRARequest
-        return kind(lora_name=one.label, lora_int_id=one.number, lora_path=one.path)
+        assert isinstance(self._front_end, VLLMClient)
+        return self._front_end.lora_request(self.resident(version))
 
 
 class VLLMWeightLoader(ExecutorWeightLoader):

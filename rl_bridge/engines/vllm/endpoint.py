@@ -1,0 +1,128 @@
+"""Our routes in vLLM's API server: which versions of an adapter its clients can ask for.
+
+An entry point of vLLM's group ``vllm.endpoint_plugins``, which vLLM loads if ``VLLM_PLUGINS`` names
+it. Its routes exist in development mode alone, as do those by which the engine's ranks are called.
+
+A client asks for an adapter in the field ``model``: ``policy`` is the version that is active at
+that moment, ``policy@7`` that version. A version is dropped from its slot in three steps, since a
+request for an adapter that an engine does not have ends the engine: its names are taken away here;
+the requests that got it before are looked for; and only where there is none, the engine's ranks
+drop it. A request has a version from the moment in which its name is looked up, long before the
+engine hears of it. So each lookup gets an object of its own, which lives as long as its request,
+and the living ones are counted.
+"""
+
+import weakref
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rl_bridge.engines.vllm import require
+
+PATH = "/rl_bridge/adapters"
+"""GET tells the adapters in use, POST says which versions can be asked for and tells the same."""
+
+
+class AdapterTable(dict[str, Any]):
+    """vLLM's table of adapters by name, which counts the requests that have one of ours."""
+
+    def __init__(self, before: Mapping[str, Any]) -> None:
+        """Begin with those that vLLM has."""
+        super().__init__(before)
+        self._plain = kind = require("vllm.lora.request").LoRARequest
+        # One that can be watched; it is sent to the engine as what it is a kind of.
+        self._kind = type("Handed", (kind,), {"__module__": __name__}, weakref=True)
+        self._ours: dict[str, set[str]] = {}
+        self._living: Counter[int] = Counter()
+
+    def __getitem__(self, name: str) -> Any:
+        """What a request gets."""
+        one = super().__getitem__(name)
+        if not any(name in names for names in self._ours.values()):
+            return one
+        handed = self._kind(one.lora_name, one.lora_int_id, one.lora_path)
+        self._living[one.lora_int_id] += 1
+        weakref.finalize(handed, self._end, one.lora_int_id)
+        return handed
+
+    def offer(self, adapter: str, active: str | None, residents: list[dict[str, Any]]) -> None:
+        """Replace the versions of one adapter.
+
+        Args:
+            adapter: its name.
+            active: label of the active version.
+            residents: label, number and path of each version, as `Resident` has them.
+
+        Raises:
+            ValueError: a name is that of another adapter.
+
+        """
+        named = {
+            one["label"]: self._plain(one["label"], one["number"], one["path"]) for one in residents
+        }
+        if active is not None:
+            named[adapter] = named[active]
+        before = self._ours.get(adapter, set())
+        if taken := sorted((named.keys() - before) & self.keys()):
+            msg = f"the server has adapters of these names already: {taken}. Unload them first."
+            raise ValueError(msg)
+        for name in before - named.keys():
+            del self[name]
+        self.update(named)
+        self._ours[adapter] = set(named)
+
+    def used(self) -> list[int]:
+        """Ids of our adapters that a request has."""
+        return [number for number, count in list(self._living.items()) if count]
+
+    def _end(self, number: int) -> None:
+        self._living[number] -= 1
+
+
+class AdapterRoutes:
+    """The plugin, as vLLM's contract for endpoint plugins has it."""
+
+    name = "rl_bridge"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        """Know no server yet."""
+        self._table: AdapterTable | None = None
+        self._problem = ""
+
+    def attach_router(self, app: Any) -> None:
+        """Add the routes, in development mode."""
+        if require("vllm.envs").VLLM_SERVER_DEV_MODE:
+            app.add_api_route(PATH, self._get, methods=["GET"])
+            app.add_api_route(PATH, self._post, methods=["POST"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Count the lookups of adapters from now on."""
+        del engine_client
+        if getattr(args, "api_server_count", None) not in {None, 1}:
+            self._problem = (
+                f"the server has {args.api_server_count} processes that take requests, expected "
+                "one: each would know its own requests alone. Start it with --api-server-count 1."
+            )
+            return
+        models = state.openai_serving_models
+        self._table = models.lora_requests = AdapterTable(models.lora_requests)
+
+    async def _get(self) -> Any:
+        return self._answer(AdapterTable.used)
+
+    async def _post(self, given: dict[str, Any]) -> Any:
+        return self._answer(
+            lambda table: table.offer(given["adapter"], given["active"], given["residents"])
+        )
+
+    def _answer(self, action: Any) -> Any:
+        response = require("fastapi.responses").JSONResponse
+        if self._table is None:
+            return response({"error": self._problem}, status_code=409)
+        try:
+            action(self._table)
+        except (ValueError, KeyError, TypeError) as error:
+            return response({"error": str(error)}, status_code=409)
+        return response({"used": self._table.used()})

@@ -1,0 +1,182 @@
+"""LoRA adapters of a vLLM server, by its URL: clients ask for them in the field ``model``."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file
+
+from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.engines.adapters import Resident
+from rl_bridge.engines.vllm.endpoint import AdapterTable
+from rl_bridge.errors import ChecksumMismatch, UnknownUpdate
+from rl_bridge.manifest import AdapterSpec
+from rl_bridge.testing.faults import arena_address, flip_byte
+from rl_bridge.testing.processes import until
+from rl_bridge.vllm import VLLMEngineAdapter
+from tests.engines.drive import PROMPTS, Answers, Setting, answers, start
+from tests.engines.models import ADAPTER, Checkpoints, Kind
+from tests.engines.served import DEV, Served, served
+from tests.engines.test_adapters import LORA
+
+pytestmark = pytest.mark.timeout(600)  # engines start
+KIND = Kind("qwen3")
+
+
+class Adapted:
+    """A server, and an executor that knows its URL."""
+
+    def __init__(self, server: Served, folders: list[str], fresh: list[Answers]) -> None:
+        self.server, self.fresh = server, fresh
+        self.weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]
+        self.bridge = make_weight_bridge("shared-memory", suspicious="off")
+        self.executor = RolloutExecutor(
+            weight_install_adapter=VLLMEngineAdapter(server.url, timeout_s=60.0), suspicious="off"
+        )
+        self.count = 0
+
+    def publish(self, number: int) -> WeightUpdateManifest:
+        self.count += 1
+        spec = AdapterSpec.of_peft("policy", ADAPTER, [])
+        return self.bridge.publish(self.weights[number], weight_version=self.count, adapter=spec)
+
+    def update(self, number: int) -> int:
+        manifest = self.publish(number)
+        self.executor.update_weights(manifest)
+        self.bridge.release(manifest.update_id)
+        return manifest.weight_version
+
+    def close(self) -> None:
+        self.executor.close()
+        self.bridge.close()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.full)],
+    ids=["tp1", "tp2"],
+)
+def adapted(
+    request: pytest.FixtureRequest,
+    checkpoints: Checkpoints,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Adapted]:
+    from vllm.lora.request import LoRARequest
+
+    path, folders = checkpoints.path(KIND, 0), [checkpoints.adapter(number) for number in (0, 1)]
+    with start(Setting(KIND), path, **LORA) as llm:
+        asked = [None, *(LoRARequest(f"file{i}", i + 1, f) for i, f in enumerate(folders))]
+        # One at a time, as the server is asked: sums depend on what is computed together.
+        fresh = [
+            tuple(answers(llm, (prompt,), lora_request=one)[0] for prompt in PROMPTS)
+            for one in asked
+        ]
+    setting = Setting(KIND, in_process=False, ranks=request.param)
+    log = tmp_path_factory.mktemp("server") / "log"
+    environment = {**DEV, "VLLM_PLUGINS": "rl_bridge"}
+    with served(setting, path, log, options=LORA, environment=environment) as server:
+        made = Adapted(server, folders, fresh)
+        yield made
+        made.close()
+
+
+def test_clients_who_ask_for_the_adapter_get_the_active_version_and_are_told_which(
+    adapted: Adapted,
+) -> None:
+    for number in (0, 1, 0):
+        version = adapted.update(number)
+        assert adapted.server.answers(model="policy") == adapted.fresh[1 + number]
+        assert adapted.executor.lora_request("policy") == f"policy@{version}"
+        body = {"model": "policy", "prompt": PROMPTS[0], "max_tokens": 1}
+        reply = adapted.server.call("v1/completions", json=body)
+        assert reply.json()["model"] == f"policy@{version}"
+    assert adapted.server.answers() == adapted.fresh[0]
+
+
+def test_a_version_can_be_asked_for_until_it_is_dropped_and_is_not_found_after_that(
+    adapted: Adapted,
+) -> None:
+    first, second = adapted.update(0), adapted.update(1)
+    assert adapted.server.answers(model=f"policy@{first}") == adapted.fresh[1]
+    adapted.update(0)
+    adapted.update(0)
+    assert adapted.server.answers(model=f"policy@{second + 1}") == adapted.fresh[1]
+    body = {"model": f"policy@{first}", "prompt": PROMPTS[0]}
+    reply = adapted.server.call("v1/completions", json=body)
+    assert reply.status_code == httpx.codes.NOT_FOUND
+    with pytest.raises(UnknownUpdate):
+        adapted.executor.lora_request("policy", first)
+
+
+def test_a_request_ends_under_the_version_that_it_began_with_while_others_come(
+    adapted: Adapted,
+) -> None:
+    adapted.update(0)
+    alone = adapted.server.generate(PROMPTS[0], 300, model="policy")["token_ids"]
+    found: list[Any] = []
+    asking = threading.Thread(
+        target=lambda: found.append(adapted.server.generate(PROMPTS[0], 300, model="policy"))
+    )
+    asking.start()
+    until(lambda: adapted.executor.adapter_version("policy") and used(adapted), what="it is asked")
+    for number in (1, 1):
+        adapted.update(number)
+    asking.join()
+    assert found[0]["token_ids"] == alone
+    assert adapted.server.answers(model="policy") == adapted.fresh[2]
+    until(lambda: not used(adapted), what="no request has a version")
+
+
+def used(adapted: Adapted) -> list[int]:
+    reply = adapted.server.call("rl_bridge/adapters", method="GET")
+    return list(reply.json()["used"])
+
+
+def test_a_byte_that_changed_on_its_way_is_found_and_clients_get_the_version_before(
+    adapted: Adapted,
+) -> None:
+    version = adapted.update(0)
+    manifest = adapted.publish(1)
+    flip_byte(arena_address(adapted.bridge.publisher.end, manifest.update_id, manifest.handle))
+    with pytest.raises(ChecksumMismatch):
+        adapted.executor.update_weights(manifest)
+    assert adapted.server.answers(model="policy") == adapted.fresh[1]
+    body = {"model": f"policy@{version + 1}", "prompt": PROMPTS[0]}
+    reply = adapted.server.call("v1/completions", json=body)
+    assert reply.status_code == httpx.codes.NOT_FOUND
+
+
+def test_the_next_driver_offers_what_is_resident(adapted: Adapted) -> None:
+    version = adapted.update(1)
+    with RolloutExecutor(
+        weight_install_adapter=VLLMEngineAdapter(adapted.server.url, take_over=True)
+    ) as second:
+        manifest = adapted.publish(0)
+        second.update_weights(manifest)
+        adapted.bridge.release(manifest.update_id)
+        assert adapted.server.answers(model="policy") == adapted.fresh[1]
+        assert second.lora_request("policy", version) == f"policy@{version}"
+        assert adapted.server.answers(model=f"policy@{version}") == adapted.fresh[2]
+    adapted.executor.recover()
+
+
+def test_a_version_is_in_use_from_the_moment_in_which_it_is_looked_up() -> None:
+    table = AdapterTable({})
+    one = Resident("policy", 7, "0" * 32)
+    told = [{"label": one.label, "number": one.number, "path": one.path}]
+    table.offer("policy", one.label, told)
+    request = table["policy"]
+    table.offer("policy", None, [])
+    assert "policy" not in table
+    assert table.used() == [one.number]
+    del request
+    assert table.used() == []
+
+
+def test_a_name_that_the_server_has_already_is_not_taken() -> None:
+    table = AdapterTable({"policy": object()})
+    with pytest.raises(ValueError, match="Unload them first"):
+        table.offer("policy", "policy@1", [{"label": "policy@1", "number": 9, "path": "/p"}])
+    assert list(table) == ["policy"]
