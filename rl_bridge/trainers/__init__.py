@@ -9,6 +9,7 @@ from rl_bridge.trainers.chunks import WeightChunk
 from rl_bridge.trainers.deepspeed import DeepSpeedWeightExtractor
 from rl_bridge.trainers.fsdp import FSDPWeightExtractor
 from rl_bridge.trainers.megatron import MegatronWeightExtractor
+from rl_bridge.trainers.peft_files import read_peft, write_peft
 from rl_bridge.trainers.state_dict import Source, StateDictExtractor, named_tensors
 
 __all__ = [
@@ -22,4 +23,6 @@ __all__ = [
     "WeightExtractor",
     "WeightMetadata",
     "named_tensors",
+    "read_peft",
+    "write_peft",
 ]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.faults import arena_address, flip_byte
+from rl_bridge.trainers import read_peft, write_peft
 from rl_bridge.vllm import VLLMEngineAdapter
 from tests.engines.drive import (
     PROMPTS,
@@ -98,8 +100,11 @@ def adapted(setting: Setting, checkpoints: Checkpoints, **options: Any) -> Itera
     folders = [checkpoints.adapter(number) for number in (0, 1)]
     options = {**LORA, **options}
     path = checkpoints.path(setting.kind, 0)
-    with start(setting, path, **options) as llm:
-        requests = [None, *(LoRARequest(f"file{i}", i + 1, p) for i, p in enumerate(folders))]
+    with start(setting, path, **options) as llm, tempfile.TemporaryDirectory() as home:
+        # One as it was saved, one as `write_peft` writes it.
+        write_peft(f"{home}/1", *read_peft(folders[1], "policy"))
+        paths = [folders[0], f"{home}/1"]
+        requests = [None, *(LoRARequest(f"file{i}", i + 1, p) for i, p in enumerate(paths))]
         fresh = [answers(llm, lora_request=one) for one in requests]
     assert len(set(fresh)) == 3
     weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]

@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
 from rl_bridge import (
     ModuleInstallAdapter,
@@ -14,10 +15,15 @@ from rl_bridge import (
     WeightUpdateManifest,
     make_weight_bridge,
 )
-from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.errors import (
+    IncompatibleUpdate,
+    MalformedManifest,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.hooks import StepPublisher
+from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.processes import free_port
-from rl_bridge.trainers import StateDictExtractor
+from rl_bridge.trainers import StateDictExtractor, read_peft, write_peft
 from tests.trainers import peft_cases
 from tests.trainers_torch.worlds import World, assembled
 
@@ -199,3 +205,66 @@ def test_a_bias_of_an_adapters_own_is_not_left_out_of_merged_weights() -> None:
         pytest.raises(IncompatibleUpdate, match=r"q_proj.*not merged by adding"),
     ):
         bridge.publish(model, weight_version=1, merged=True)
+
+
+# ---- directories ---------------------------------------------------------------------------------
+
+
+def test_peft_loads_a_written_version_and_what_it_saved_is_published_again(tmp_path: Path) -> None:
+    options = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(peft_cases.base(), options)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if "lora_" in name:
+                one.copy_((torch.arange(one.numel()) % 5 - 2).view(one.shape) / 4)
+    with make_weight_bridge("shared-memory") as bridge, make_weight_bridge("shared-memory") as it:
+        manifest = bridge.publish(model, weight_version=1, adapter="policy")
+        assert manifest.adapter is not None
+        write_peft(tmp_path / "v1", manifest.adapter, it.import_update(manifest))
+        read = PeftModel.from_pretrained(peft_cases.base(), str(tmp_path / "v1"))
+        expected = get_peft_model_state_dict(model)
+        found = get_peft_model_state_dict(read)
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(one) for name, one in expected.items())
+        merged, own = read.merge_and_unload().state_dict(), model.merge_and_unload().state_dict()
+        assert all(merged[name].equal(one) for name, one in own.items())
+        spec, tensors = read_peft(tmp_path / "v1", "policy")
+        again = bridge.publish(tensors, weight_version=2, adapter=spec)
+        assert again.root == manifest.root
+        assert again.adapter is not None
+        assert again.adapter.scaling == manifest.adapter.scaling
+    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
+
+
+def test_a_directory_is_never_written_over_and_never_half_written(tmp_path: Path) -> None:
+    tensors = {
+        "base_model.model.q_proj.lora_A.weight": torch.ones(2, 4),
+        "base_model.model.q_proj.lora_B.weight": torch.ones(4, 2),
+    }
+    shapes = {name: tuple(one.shape) for name, one in tensors.items()}
+    spec = AdapterSpec.inferred("policy", shapes, lora_alpha=4)
+    write_peft(tmp_path / "v1", spec, tensors)
+    with pytest.raises(WeightBridgeUnavailableError, match="it exists already"):
+        write_peft(tmp_path / "v1", spec, tensors)
+    broken = {**tensors, "base_model.model.q_proj.lora_A.weight": torch.ones(2, 4, device="meta")}
+    with pytest.raises(NotImplementedError):
+        write_peft(tmp_path / "v2", spec, broken)
+    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
+    (tmp_path / "v1" / "adapter_model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(MalformedManifest, match="is damaged"):
+        read_peft(tmp_path / "v1", "policy")
+    with pytest.raises(WeightBridgeUnavailableError, match="name a directory"):
+        read_peft(tmp_path / "v3", "policy")
+
+
+def test_a_scaling_that_peft_s_files_cannot_say_is_not_written(tmp_path: Path) -> None:
+    model = peft_cases.adapted()
+    model.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"] = 0.5
+    with make_weight_bridge("shared-memory") as bridge:
+        manifest = bridge.publish(model, weight_version=1, adapter="policy")
+        assert manifest.adapter is not None
+        tensors = get_peft_model_state_dict(model)
+        with pytest.raises(
+            IncompatibleUpdate, match=r"q_proj' has scaling 0\.5.*PEFT would read 2"
+        ):
+            write_peft(tmp_path / "v1", manifest.adapter, tensors)

@@ -417,7 +417,7 @@ class ServerClient(VLLMClient):
             raise WeightBridgeUnavailableError(msg)
         told = self._server.content(reply) if reply.content else {}
         if isinstance(told, dict) and "error" in told and not reply.is_success:
-            msg = f"the server at {self._server} does not offer adapters: {told['error']}"
+            msg = f"the server at {self._server} offers no adapters: {told['error']}. See its log."
             raise WeightBridgeUnavailableError(msg)
         if not reply.is_success or not isinstance(told, dict) or "used" not in told:
             raise self._strange(path, told)

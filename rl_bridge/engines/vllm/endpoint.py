@@ -65,7 +65,7 @@ class AdapterTable(dict[str, Any]):
             named[adapter] = named[active]
         before = self._ours.get(adapter, set())
         if taken := sorted((named.keys() - before) & self.keys()):
-            msg = f"the server has adapters of these names already: {taken}. Unload them first."
+            msg = f"the server has adapters of these names already: {taken}. Unload them first"
             raise ValueError(msg)
         for name in before - named.keys():
             del self[name]
@@ -103,7 +103,7 @@ class AdapterRoutes:
         if getattr(args, "api_server_count", None) not in {None, 1}:
             self._problem = (
                 f"the server has {args.api_server_count} processes that take requests, expected "
-                "one: each would know its own requests alone. Start it with --api-server-count 1."
+                "one: each would know its own requests alone. Start it with --api-server-count 1"
             )
             return
         models = state.openai_serving_models
