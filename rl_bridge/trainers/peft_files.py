@@ -5,7 +5,6 @@ of it is on disk, so that nobody meets one that is half written, also after a cr
 from files is whatever they hold: only a version that travels over a bridge is verified.
 """
 
-import errno
 import importlib
 import json
 import os
@@ -47,9 +46,9 @@ def write_peft(
     _check_scalings(spec, tensors)
     target = Path(directory).absolute()
     config = json.dumps({**_plain(spec), "inference_mode": True}, indent=2, sort_keys=True)
+    if target.exists():
+        raise _unwritable(spec, target, "it exists already")
     try:
-        if target.exists():
-            raise OSError(errno.EEXIST, "it exists already")
         made = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         made.mkdir()
         try:
@@ -65,11 +64,7 @@ def write_peft(
             raise
         _sync(target.parent)
     except OSError as error:
-        msg = (
-            f"adapter {spec.name!r} cannot be written to {target}: {error.strerror or error}. Name "
-            "a new directory in one that can be written to."
-        )
-        raise WeightBridgeUnavailableError(msg) from error
+        raise _unwritable(spec, target, error.strerror or str(error)) from error
 
 
 def read_peft(
@@ -112,6 +107,13 @@ def read_peft(
         )
         raise MalformedManifest(msg)
     return AdapterSpec.of_peft(name, config, _modules(name, tensors), base_root=base_root), tensors
+
+
+def _unwritable(spec: AdapterSpec, target: Path, cause: str) -> WeightBridgeUnavailableError:
+    return WeightBridgeUnavailableError(
+        f"adapter {spec.name!r} cannot be written to {target}: {cause}. Name a new directory, in "
+        "one that can be written to."
+    )
 
 
 def _modules(name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
