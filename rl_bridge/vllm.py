@@ -1,10 +1,12 @@
 """``rl_bridge.vllm``: updates of vLLM engines. Importing this module does not import vLLM.
 
-`VLLMEngineAdapter` is for a whole engine, in this process or behind a server; the other adapters
-are for code that runs inside a worker, and the builders for vLLM's own update requests. `probe`
-says what works with the vLLM of this environment.
+`VLLMEngineAdapter` is for a whole engine, in this process or behind a server, and
+`VLLMAdapterFiles` for adapters of a server that does not have rl_bridge; the other adapters are for
+code that runs inside a worker, and the builders for vLLM's own update requests. `probe` says what
+works with the vLLM of this environment.
 """
 
+from rl_bridge.engines.vllm.adapter_files import VLLMAdapterFiles
 from rl_bridge.engines.vllm.client import connect
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter, VLLMServing, VLLMWeightLoader
 from rl_bridge.engines.vllm.external_storage import VLLMCUDAVMMExternalStorageAdapter
@@ -17,6 +19,7 @@ from rl_bridge.engines.vllm.requests import (
 )
 
 __all__ = [
+    "VLLMAdapterFiles",
     "VLLMCUDAVMMExternalStorageAdapter",
     "VLLMEngineAdapter",
     "VLLMIPCWeightUpdateRequestBuilder",

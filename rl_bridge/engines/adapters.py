@@ -181,7 +181,7 @@ class AdapterInstaller(RankInstaller):
                 "Publish it with adapter=."
             )
             raise IncompatibleUpdate(msg)
-        _require_plain(spec)
+        require_plain(spec)
         pairs, others = self._paired(spec, manifest.table)
         self.check(spec, pairs, others)
         own = self._copied(manifest, tensors)
@@ -481,7 +481,7 @@ class AdapterDriver(EngineDriver):
         return replies
 
 
-def _require_plain(spec: AdapterSpec) -> None:
+def require_plain(spec: AdapterSpec) -> None:
     """Refuse what is more, or other, than the sum of pairs over the base that the engine has."""
     config = spec.config
     for key in _VARIANTS:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,15 +12,15 @@ from safetensors.torch import load_file
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.vllm.endpoint import AdapterTable
-from rl_bridge.errors import ChecksumMismatch, UnknownUpdate
+from rl_bridge.errors import ChecksumMismatch, UnknownUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.testing.processes import until
-from rl_bridge.vllm import VLLMEngineAdapter
+from rl_bridge.vllm import VLLMAdapterFiles, VLLMEngineAdapter
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, start
 from tests.engines.models import ADAPTER, Checkpoints, Kind
 from tests.engines.served import DEV, Served, served
-from tests.engines.test_adapters import LORA
+from tests.engines.test_adapters import LORA, of_rank
 
 pytestmark = pytest.mark.timeout(600)  # engines start
 KIND = Kind("qwen3")
@@ -75,7 +76,7 @@ def adapted(
         ]
     setting = Setting(KIND, in_process=False, ranks=request.param)
     log = tmp_path_factory.mktemp("server") / "log"
-    environment = {**DEV, "VLLM_PLUGINS": "rl_bridge"}
+    environment = {**DEV, "VLLM_PLUGINS": "rl_bridge", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with served(setting, path, log, options=LORA, environment=environment) as server:
         made = Adapted(server, folders, fresh)
         yield made
@@ -180,3 +181,36 @@ def test_a_name_that_the_server_has_already_is_not_taken() -> None:
     with pytest.raises(ValueError, match="Unload them first"):
         table.offer("policy", "policy@1", [{"label": "policy@1", "number": 9, "path": "/p"}])
     assert list(table) == ["policy"]
+
+
+# ---- by files, last: vLLM gives them slots as it likes -------------------------------------------
+
+
+def test_a_server_without_rl_bridge_takes_files_and_the_acknowledgement_says_unproven(
+    adapted: Adapted, tmp_path: Path
+) -> None:
+    with RolloutExecutor(
+        weight_install_adapter=VLLMAdapterFiles(adapted.server.url, tmp_path), suspicious="off"
+    ) as executor:
+        for number in (1, 0, 1):
+            manifest = adapted.publish(number)
+            executor.update_weights(manifest)
+            adapted.bridge.release(manifest.update_id)
+            name = executor.lora_request("policy")
+            assert name == f"policy@{manifest.weight_version}"
+            assert adapted.server.answers(model=name) == adapted.fresh[1 + number]
+            ack = executor.last_ack
+            assert ack is not None
+            assert (ack.proof.method, ack.proof.root) == ("unproven", "")
+        with pytest.raises(UnknownUpdate):
+            executor.lora_request("policy", manifest.weight_version - 2)
+        # (A matrix of another width it would take, which is what "unproven" means.)
+        wrong = of_rank(adapted.weights[0], 32)
+        spec = AdapterSpec.of_peft("policy", {**ADAPTER, "r": 32}, [])
+        adapted.count += 1
+        bad = adapted.bridge.publish(wrong, weight_version=adapted.count, adapter=spec)
+        with pytest.raises(WeightBridgeUnavailableError, match="answered /v1/load_lora_adapter"):
+            executor.update_weights(bad)
+        assert executor.adapter_version("policy") == manifest.weight_version
+        assert adapted.server.answers(model=f"policy@{manifest.weight_version}") == adapted.fresh[2]
+        assert not [path for path in tmp_path.iterdir() if str(bad.weight_version) in path.name]
