@@ -164,7 +164,7 @@ def test_the_next_driver_offers_what_is_resident(adapted: Adapted) -> None:
 
 
 def test_a_version_is_in_use_from_the_moment_in_which_it_is_looked_up() -> None:
-    table = AdapterTable({})
+    table = AdapterTable({}, lambda _: False)
     one = Resident("policy", 7, "0" * 32)
     told = [{"label": one.label, "number": one.number, "path": one.path}]
     table.offer("policy", one.label, told)
@@ -176,11 +176,14 @@ def test_a_version_is_in_use_from_the_moment_in_which_it_is_looked_up() -> None:
     assert table.used() == []
 
 
-def test_a_name_that_the_server_has_already_is_not_taken() -> None:
-    table = AdapterTable({"policy": object()})
-    with pytest.raises(ValueError, match="Unload them first"):
-        table.offer("policy", "policy@1", [{"label": "policy@1", "number": 9, "path": "/p"}])
-    assert list(table) == ["policy"]
+@pytest.mark.parametrize(("adapters", "model"), [({"policy": object()}, ""), ({}, "policy")])
+def test_a_name_that_the_server_has_already_is_not_taken(
+    adapters: dict[str, Any], model: str
+) -> None:
+    table = AdapterTable(adapters, lambda name: name == model)
+    with pytest.raises(ValueError, match=r"\['policy'\]. Unload them first"):
+        table.offer("policy", None, [])  # before a version is staged
+    assert table.keys() == adapters.keys()
 
 
 # ---- by files, last: vLLM gives them slots as it likes -------------------------------------------

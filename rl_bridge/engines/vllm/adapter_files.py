@@ -11,6 +11,7 @@ used for a while, and reads the files again for a request that has one still; if
 engine ends.
 """
 
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,12 +23,19 @@ from rl_bridge.engines.adapters import Resident, require_plain
 from rl_bridge.engines.load_checks import check_finite
 from rl_bridge.engines.rpc import Server
 from rl_bridge.engines.vllm import VLLM
-from rl_bridge.errors import IncompatibleUpdate, UnknownUpdate, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    IncompatibleUpdate,
+    UnknownUpdate,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.trainers.peft_files import write_peft
 
 __all__ = ["VLLMAdapterFiles"]
+
+_LOG = logging.getLogger(__name__)
 
 _LOAD, _UNLOAD = "v1/load_lora_adapter", "v1/unload_lora_adapter"
 _KEPT_VERSIONS = 2
@@ -145,8 +153,11 @@ class _OneAdapter(TransactionalAdapter):
             self._residents.insert(0, self._staged[0])
             self._staged = None
         while len(self._residents) > _KEPT_VERSIONS:
-            self._call(_UNLOAD, lora_name=self._residents[-1].label, may_lack=True)
-            del self._residents[-1]
+            old = self._residents.pop()
+            try:
+                self._call(_UNLOAD, lora_name=old.label, may_lack=True)
+            except WeightBridgeError:  # the new version stands all the same
+                _LOG.exception("adapter %s was not unloaded", old.label)
 
     def lora_request(self, version: int | None) -> str:
         """The name of a resident version; None is the active one.

@@ -8,14 +8,13 @@ that moment, ``policy@7`` that version. A version is dropped from its slot in th
 request for an adapter that an engine does not have ends the engine: its names are taken away here;
 the requests that got it before are looked for; and only where there is none, the engine's ranks
 drop it. A request has a version from the moment in which its name is looked up, long before the
-engine hears of it. So each lookup gets an object of its own, which lives as long as its request,
-and the living ones are counted.
+engine hears of it. So each lookup gets an object of its own, which lives as long as its request.
 """
 
+import itertools
 import weakref
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_bridge.engines.vllm import require
@@ -25,16 +24,19 @@ PATH = "/rl_bridge/adapters"
 
 
 class AdapterTable(dict[str, Any]):
-    """vLLM's table of adapters by name, which counts the requests that have one of ours."""
+    """vLLM's table of adapters by name, which knows the requests that have one of ours."""
 
-    def __init__(self, before: Mapping[str, Any]) -> None:
-        """Begin with those that vLLM has."""
+    def __init__(self, before: Mapping[str, Any], is_model: Callable[[str], bool]) -> None:
+        """Begin with those that vLLM has; `is_model` tells names of the models that it serves."""
         super().__init__(before)
         self._plain = kind = require("vllm.lora.request").LoRARequest
         # One that can be watched; it is sent to the engine as what it is a kind of.
         self._kind = type("Handed", (kind,), {"__module__": __name__}, weakref=True)
         self._ours: dict[str, set[str]] = {}
-        self._living: Counter[int] = Counter()
+        self._is_model = is_model
+        # (Not a count: an object may end in any thread, and in the middle of any statement.)
+        self._living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
 
     def __getitem__(self, name: str) -> Any:
         """What a request gets."""
@@ -42,8 +44,7 @@ class AdapterTable(dict[str, Any]):
         if not any(name in names for names in self._ours.values()):
             return one
         handed = self._kind(one.lora_name, one.lora_int_id, one.lora_path)
-        self._living[one.lora_int_id] += 1
-        weakref.finalize(handed, self._end, one.lora_int_id)
+        self._living[next(self._numbers)] = handed
         return handed
 
     def offer(self, adapter: str, active: str | None, residents: list[dict[str, Any]]) -> None:
@@ -64,8 +65,9 @@ class AdapterTable(dict[str, Any]):
         if active is not None:
             named[adapter] = named[active]
         before = self._ours.get(adapter, set())
-        if taken := sorted((named.keys() - before) & self.keys()):
-            msg = f"the server has adapters of these names already: {taken}. Unload them first"
+        new = {adapter, *named} - before
+        if taken := {name for name in new if name in self or self._is_model(name)}:
+            msg = f"the server serves these names already: {sorted(taken)}. Unload them first"
             raise ValueError(msg)
         for name in before - named.keys():
             del self[name]
@@ -74,10 +76,7 @@ class AdapterTable(dict[str, Any]):
 
     def used(self) -> list[int]:
         """Ids of our adapters that a request has."""
-        return [number for number, count in list(self._living.items()) if count]
-
-    def _end(self, number: int) -> None:
-        self._living[number] -= 1
+        return sorted({one.lora_int_id for one in self._living.values()})
 
 
 class AdapterRoutes:
@@ -107,7 +106,8 @@ class AdapterRoutes:
             )
             return
         models = state.openai_serving_models
-        self._table = models.lora_requests = AdapterTable(models.lora_requests)
+        self._table = AdapterTable(models.lora_requests, models.is_base_model)
+        models.lora_requests = self._table
 
     async def _get(self) -> Any:
         return self._answer(AdapterTable.used)
