@@ -24,7 +24,13 @@ from rl_bridge.engines.load_checks import are_finite, as_it_lies, check_finite
 from rl_bridge.engines.rank import RankInstaller
 from rl_bridge.engines.rpc import EngineClient, Replies, Reply
 from rl_bridge.engines.serving import ServingOptions
-from rl_bridge.errors import ChecksumMismatch, IncompatibleUpdate, ProofFailed, UnknownUpdate
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    IncompatibleUpdate,
+    ProofFailed,
+    UnknownUpdate,
+)
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.adapter import AdapterSpec, LoRAPair
 from rl_bridge.manifest.compare import mismatch
@@ -398,20 +404,21 @@ class AdapterDriver(EngineDriver):
         )
         raise UnknownUpdate(msg)
 
+    def resume(self) -> None:
+        """Offer the version, which all ranks have proven. See `EngineDriver`."""
+        super().resume()
+        self._front_end.offer_adapter(self.adapter, *self._next_known())
+
     def commit(self) -> None:
         """Let all ranks acknowledge; new requests ask for the version from now on.
 
         That holds also if a rank does not answer: all have staged and proven it, and the commit is
         made up for with the next call.
         """
-        manifest = self._manifest
-        if manifest is not None:
-            version = Resident(self.adapter, manifest.weight_version, manifest.update_id)
-            others = (one for one in self._known[1] if one != version)
-            self._known = version, (version, *others)
-            self._partly = [one for one in self._partly if one != version.update_id]
+        if self._manifest is not None:
+            self._known = self._next_known()
+            self._partly = [one for one in self._partly if one != self._manifest.update_id]
         super().commit()
-        self._offer()
         try:
             self.retire(self._keep)
         except Exception:  # noqa: BLE001 - logged in full
@@ -447,6 +454,28 @@ class AdapterDriver(EngineDriver):
             self._client.ask("retire", update_ids=gone)
             self._partly = []
         return bool(gone)
+
+    def _next_known(self) -> tuple[Resident, tuple[Resident, ...]]:
+        """The active version and all residents, as of the next commit."""
+        assert self._manifest is not None
+        version = Resident(self.adapter, self._manifest.weight_version, self._manifest.update_id)
+        return version, (version, *(one for one in self._known[1] if one != version))
+
+    def _undo_on_ranks(self, *, of_other_driver: bool) -> None:
+        """Take the version back, when it is not offered any more and no request has it."""
+        self._offer()
+        if self._manifest is not None:
+            version, _ = self._next_known()
+            end = time.monotonic() + self._client.timeout_s
+            while version.number in self._front_end.adapters_in_use():
+                if time.monotonic() > end:
+                    msg = (
+                        f"adapter {version.label} is taken back, and requests have it still after "
+                        f"{self._client.timeout_s} s. End them, then call recover()."
+                    )
+                    raise DeadlineExceeded(msg)
+                time.sleep(_LOOK_S)
+        super()._undo_on_ranks(of_other_driver=of_other_driver)
 
     def take_over(self) -> bool:
         """Take the engine, and offer what it holds. See `EngineDriver`."""

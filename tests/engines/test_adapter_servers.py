@@ -11,8 +11,14 @@ from safetensors.torch import load_file
 
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines.adapters import Resident
+from rl_bridge.engines.vllm.client import ServerClient
 from rl_bridge.engines.vllm.endpoint import AdapterTable
-from rl_bridge.errors import ChecksumMismatch, UnknownUpdate, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    UnknownUpdate,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.testing.processes import until
@@ -147,6 +153,26 @@ def test_a_byte_that_changed_on_its_way_is_found_and_clients_get_the_version_bef
     body = {"model": f"policy@{version + 1}", "prompt": PROMPTS[0]}
     reply = adapted.server.call("v1/completions", json=body)
     assert reply.status_code == httpx.codes.NOT_FOUND
+
+
+def test_a_version_of_which_the_server_s_answer_is_lost_is_taken_back_from_its_clients_too(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, offer = adapted.update(0), ServerClient.offer_adapter
+
+    def lost(client: ServerClient, name: str, active: Resident | None, residents: Any) -> None:
+        offer(client, name, active, residents)
+        if active is not None and active.weight_version > version:
+            raise DeadlineExceeded("planted: the answer is lost. Try again.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ServerClient, "offer_adapter", lost)
+        with pytest.raises(DeadlineExceeded, match="planted"):
+            adapted.executor.update_weights(adapted.publish(1))
+        assert adapted.executor.lora_request("policy") == f"policy@{version}"
+        assert adapted.server.answers(model="policy") == adapted.fresh[1]
+    adapted.update(1)
+    assert adapted.server.answers(model="policy") == adapted.fresh[2]
 
 
 def test_the_next_driver_offers_what_is_resident(adapted: Adapted) -> None:
