@@ -340,6 +340,7 @@ def test_the_demo_runs_as_the_command_line_says(
     assert options == {
         "transport": "local-clone",
         "engine": "module",
+        "lora": False,
         "steps": 6,
         "seed": 3,
         "out": tmp_path,

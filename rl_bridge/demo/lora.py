@@ -137,7 +137,8 @@ class LoRARank:
             for name, one in _trained(self._policy).items()
         }
         if self._rank == 0:
-            torch.save(whole, path)
+            files: Any = importlib.import_module("safetensors.torch")
+            files.save_file(whole, path)
 
     def close(self) -> None:
         """Take back what was published, and leave."""
@@ -179,7 +180,8 @@ class LoRARanks(TrainerRanks):
     def state(self) -> dict[str, Tensor]:
         """See `TrainerRanks`."""
         self._ask("save", path=str(self._state))
-        state: dict[str, Tensor] = torch.load(self._state, weights_only=True)
+        files: Any = importlib.import_module("safetensors.torch")
+        state: dict[str, Tensor] = files.load_file(self._state)
         return state
 
     def damage(self, manifest: WeightUpdateManifest) -> None:

@@ -471,7 +471,7 @@ class AdapterDriver(EngineDriver):
                 if time.monotonic() > end:
                     msg = (
                         f"adapter {version.label} is taken back, and requests have it still after "
-                        f"{self._client.timeout_s} s. End them, then call recover()."
+                        f"{self._client.timeout_s} s. Call recover() when they have ended."
                     )
                     raise DeadlineExceeded(msg)
                 time.sleep(_LOOK_S)
