@@ -36,7 +36,7 @@ from rl_bridge.trainers.fsdp import FSDPWeightExtractor
 
 ADAPTER = "policy"
 RANK = 16
-"""Of the adapter's matrices."""
+"""The rank of the adapter's matrices."""
 _NUM_RANKS = 2
 _DEADLINE_S = 120.0
 # An adapter does not change the head: it must be able to tell digits apart as it is.
@@ -169,8 +169,13 @@ class LoRARanks(TrainerRanks):
             )
             for rank in range(_NUM_RANKS)
         ]
-        for one in self._ranks:
-            one.ready(deadline_s=_DEADLINE_S)
+        with ExitStack() as stack:  # else a rank that failed would leave the other one
+            stack.callback(self._folder.cleanup)
+            for one in self._ranks:
+                stack.enter_context(one)
+            for one in self._ranks:
+                one.ready(deadline_s=_DEADLINE_S)
+            self._closing = stack.pop_all()
 
     def publish(self, version: int) -> Published:
         """See `TrainerRanks`."""
@@ -203,15 +208,11 @@ class LoRARanks(TrainerRanks):
         return entropy
 
     def close(self) -> None:
-        """See `TrainerRanks`. What does not end in time is killed."""
-        with ExitStack() as stack:
-            stack.callback(self._folder.cleanup)
+        """See `TrainerRanks`. A rank that does not end in time is killed."""
+        with self._closing, suppress(ChildDied, DeadlineExceeded):
+            self._ask("close")
             for one in self._ranks:
-                stack.enter_context(one)
-            with suppress(ChildDied, DeadlineExceeded):
-                self._ask("close")
-                for one in self._ranks:
-                    one.stop()
+                one.stop()
 
     def _ask(self, name: str, **options: Any) -> Any:
         """Ask all ranks together, and return what rank 0 says."""

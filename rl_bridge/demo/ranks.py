@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rl_bridge.demo.learning import Learner, Policy, SampleBatch
-from rl_bridge.demo.learning import LearnerConfig as Config
+from rl_bridge.demo.learning import Learner, LearnerConfig, Policy, SampleBatch
 from rl_bridge.manifest.compare import Policy as Suspicion
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting
@@ -54,7 +53,9 @@ class TrainerRanks(ABC):
 class OneRank(TrainerRanks):
     """A rank in the trainer's own process, which has all of the weights."""
 
-    def __init__(self, policy: Policy, *, transport: str, num_steps: int, config: Config) -> None:
+    def __init__(
+        self, policy: Policy, *, transport: str, num_steps: int, config: LearnerConfig
+    ) -> None:
         """Train a policy; its weights travel by that transport."""
         self._policy = policy
         self._learner = Learner(policy, num_steps=num_steps, config=config)

@@ -7,14 +7,14 @@ more than rounding, the rollout sampled with other weights than it says, and the
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from rl_bridge.demo.learning import LearnerConfig, Policy, SampleBatch, SortTask, log_probs
+from rl_bridge.demo.learning import LearnerConfig, Policy, SampleBatch, log_probs
 from rl_bridge.demo.lora import ADAPTER, LoRARanks, build_adapted
 from rl_bridge.demo.model import build_model
 from rl_bridge.demo.qwen import LEARNER, build_qwen
@@ -89,7 +89,7 @@ class VersionShelf:
         if version not in self._kept:
             msg = f"no weights of version {version} are kept; kept are {list(self._kept)}"
             raise KeyError(msg)
-        # (Of an adapter, the base is not among it.)
+        # (The base below an adapter is not kept: it does not change.)
         self._scratch.load_state_dict(self._kept[version], strict=False)
         with torch.no_grad():
             computed = log_probs(self._scratch, batch.tokens)
@@ -110,8 +110,8 @@ class Fault(StrEnum):
     """The engine fails after half of the tensors have been written."""
 
 
-# What must become of a fault, the error's type, and what its text has where the type alone does not
-# tell.
+# Each fault's expected outcome, the type of its error, and words of the error where the type alone
+# does not tell.
 _EXPECTED: dict[Fault, tuple[Update, str, str]] = {
     Fault.CORRUPTED: ("refused", "ChecksumMismatch", ""),
     Fault.STALE: ("refused", "StaleUpdate", ""),
@@ -175,25 +175,18 @@ class Trainer:
         self._rollout = rollout
         self._engine = config.engine
         self._is_lora = config.lora
-        make_policy: Callable[[SortTask, int], Policy] = (
-            build_adapted
-            if config.lora
-            else build_model
-            if config.engine is Engine.MODULE
-            else build_qwen
-        )
-        policy = make_policy(config.task, config.seed)
-        self._shelf = VersionShelf(policy)
+        task, transport, seed = config.task, config.transport, config.seed
+        policy: Policy
         self._ranks: TrainerRanks
         if config.lora:
-            self._ranks = LoRARanks(
-                config.task, transport=config.transport, seed=config.seed, num_steps=num_steps
-            )
+            policy = build_adapted(task, seed)
+            self._ranks = LoRARanks(task, transport=transport, seed=seed, num_steps=num_steps)
         else:
-            settings = LearnerConfig() if config.engine is Engine.MODULE else LEARNER
-            self._ranks = OneRank(
-                policy, transport=config.transport, num_steps=num_steps, config=settings
-            )
+            is_module = config.engine is Engine.MODULE
+            policy = build_model(task, seed) if is_module else build_qwen(task, seed)
+            settings = LearnerConfig() if is_module else LEARNER
+            self._ranks = OneRank(policy, transport=transport, num_steps=num_steps, config=settings)
+        self._shelf = VersionShelf(policy)
         self._version = 0
         self.labels_checked = 0
         """How many outputs carried the engine's own label of the version that was asked for."""

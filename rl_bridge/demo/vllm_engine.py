@@ -160,7 +160,7 @@ _STOP_TIMEOUT_S: Final = 20.0
 
 
 class DemoWorker:
-    """What the demo adds to an engine's workers: their installs fail half-way, on request.
+    """Lets the installs of an engine's workers fail half-way, on request.
 
     vLLM mixes it into its worker class, and lets others call its methods over HTTP.
     """

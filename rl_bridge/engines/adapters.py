@@ -3,8 +3,9 @@
 The transaction is that of a model's weights (`rl_bridge.engines.driver`, `rl_bridge.engines.rank`):
 a session, all ranks or none, proof, undo. What differs is what a version is in the engine. It is
 staged in a free place of the engine's, under an id and a path that no other version has: nothing
-waits for it, and no request can meet it before it is committed. From the commit on, new requests
-ask for it; those that began under an older version end under that one. An older version stays
+waits for it, and no request can meet it before all ranks have proven it. Then it is offered to the
+engine's front end (`AdapterFrontEnd`), and committed: from then on, new requests ask for it; those
+that began under an older version end under that one. An older version stays
 *resident* until the engine has no request of it left and its place is wanted:
 `AdapterDriver.retire`.
 """
