@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
@@ -12,6 +13,7 @@ from rl_bridge import WeightUpdateManifest
 from rl_bridge.bridge.bridges import NIXLTensorBridge, make_weight_bridge
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.memory import vm
+from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import bytes_of
 from rl_bridge.transports.nixl.client import ControlClient
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
@@ -32,6 +34,7 @@ __all__ = [
     "leasing",
     "overwrite",
     "publisher_end",
+    "runs",
     "source_of",
     "weights",
 ]
@@ -44,6 +47,14 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     """A state dict whose bytes follow from the version."""
     values = torch.arange(SIZE // 8, dtype=torch.int64)
     return {"w": values * (2 * version + 1)}
+
+
+def runs(pid: int) -> bool:
+    """Whether a process lives, and is no zombie."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -130,12 +141,18 @@ class Reader:
         self.bridge = cast("NIXLTensorBridge", made)
         self.tensors: Any = None
 
-    def read(self, manifest: str, kills: int = 0, stops: int = 0) -> int | str:
-        """Import, and kill or stop a process in the middle of it; returns what came of it."""
+    def read(self, manifest: str, kills: int = 0, ends: int = 0, stops: int = 0) -> int | str:
+        """Import, and kill or stop a process in the middle of it; returns what came of it.
+
+        With `ends`, the read goes on when that process has ended too: a trainer's serving process
+        outlives it for a moment, in which a whole read may be served.
+        """
 
         def kill() -> None:
             if kills:
                 os.kill(kills, signal.SIGKILL)
+            if ends:
+                until(lambda: not runs(ends), what=f"process {ends} to end")
             if stops:
                 stop(stops)
 

@@ -21,7 +21,8 @@ def test_a_publisher_killed_in_the_middle_ends_the_import_and_a_new_one_goes_on(
         first = trainer.call("publish", version=1)
         assert reader.call("read", manifest=first) == 1
         second = trainer.call("publish", version=2)
-        found = reader.call("read", manifest=second, kills=trainer.pid)
+        server = trainer.call("server_pid")
+        found = reader.call("read", manifest=second, kills=trainer.pid, ends=server)
         assert trainer.exitcode() == -signal.SIGKILL
         assert found == "SegmentError"
         assert reader.call("holds") == 1

@@ -21,19 +21,11 @@ from rl_bridge.testing.processes import DEADLINE_S, Child, until
 from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.helpers import stop
 from tests.machines.network.namespaces import machines, why_not
-from tests.machines.nixl_roles import Reader, Trainer
+from tests.machines.nixl_roles import Reader, Trainer, runs
 
 TCP = {"UCX_TLS": "tcp"}
 ROUNDS, AT_ONCE = 5, 4
 PATIENCE_S = 20.0
-
-
-def runs(pid: int) -> bool:
-    """Whether a process lives, and is no zombie."""
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture
