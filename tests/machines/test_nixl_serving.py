@@ -143,6 +143,13 @@ def test_the_serving_process_ends_with_its_trainer(trainer: Child) -> None:
     until(lambda: not runs(pid), what="the serving process to end")
 
 
+def test_the_serving_process_is_small_it_has_no_torch(trainer: Child) -> None:
+    trainer.call("publish", version=1)
+    maps = Path(f"/proc/{trainer.call('server_pid')}/maps").read_text(encoding="utf-8")
+    assert "nixl" in maps
+    assert "torch" not in maps
+
+
 def test_the_serving_process_ends_when_the_bridge_is_closed(trainer: Child) -> None:
     trainer.call("publish", version=1)
     pid = trainer.call("server_pid")

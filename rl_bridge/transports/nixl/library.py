@@ -130,20 +130,23 @@ def plugins() -> list[str]:
     return sorted(module.nixl_agent("rl_bridge-probe", config).get_plugin_list())
 
 
-# A package without its `__init__`, which would import torch.
+# The packages that the module is in, without their `__init__`, which would import torch.
 _PROGRAM = """
 import importlib, json, sys, types
-sys.path[:], folder, module = json.loads(sys.argv[1])
-package = sys.modules["rl_bridge"] = types.ModuleType("rl_bridge")
-package.__path__ = [folder]
+sys.path[:], root, module = json.loads(sys.argv[1])
+names = module.split(".")
+for end in range(1, len(names)):
+    name = ".".join(names[:end])
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = ["/".join([root, *names[:end]])]
 importlib.import_module(module).main()
 """
-_FOLDER = str(Path(__file__).resolve().parents[2])
+_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 def command_without_torch(module: str) -> list[str]:
     """Make the command that runs `main` of a module with this process's module search path."""
-    given = json.dumps([sys.path, _FOLDER, module])
+    given = json.dumps([sys.path, _ROOT, module])
     return [sys.executable, "-I", "-c", _PROGRAM, given]
 
 
