@@ -19,8 +19,9 @@ import torch
 from rl_bridge.assembly import end as assembling
 from rl_bridge.assembly.end import GroupEnd
 from rl_bridge.engines import evidence, staging
+from rl_bridge.engines.lora_slots import SlotInstaller
 from rl_bridge.engines.rank import Stage
-from rl_bridge.engines.vllm import canary, lora, model_installer
+from rl_bridge.engines.vllm import canary, model_installer
 from rl_bridge.testing import in_rank
 from rl_bridge.testing.processes import until
 
@@ -329,7 +330,7 @@ class FaultyWorker:
 
     def damage_slots(self, what: str) -> None:
         """Let the slot of each adapter that is staged hold something else."""
-        original = lora.VLLMAdapterInstaller.__dict__["stage"]
+        original = SlotInstaller.__dict__["stage"]
 
         def stage(installer: Any, version: Any, *given: Any) -> None:
             original(installer, version, *given)
@@ -351,7 +352,7 @@ class FaultyWorker:
             else:
                 manager.remove_adapter(version.number)
 
-        patch(lora.VLLMAdapterInstaller, "stage", stage)
+        patch(SlotInstaller, "stage", stage)
 
     def uproot_fault(self) -> int:
         """Take it out."""

@@ -1,0 +1,358 @@
+"""LoRA adapters in slots of an engine's stacked matrices: laid out, written, and read back.
+
+Engines hold the matrices of all adapters stacked, one slot for each adapter, padded to the largest
+rank that they were started for, and cut for each rank of tensor parallelism. What a slot must hold
+is laid out once per layout (`SlotPlan`), in memory of the host for each version, the rest zeros; it
+is copied into the slot, and the whole slot is read for the proof. An engine supplies where the
+matrices of its modules lie (`Place`), and keeps its own books of which adapter has which slot.
+"""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rl_bridge.engines.adapters import AdapterInstaller, Resident, Tensors
+from rl_bridge.engines.load_checks import are_finite
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
+from rl_bridge.manifest.adapter import AdapterSpec, LoRAPair
+from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.views import ImportedTensors, Pin, anonymous_pin, tensor_in
+
+_LOG = logging.getLogger(__name__)
+
+_SHOWN = 3
+_PLANS = 2
+_ALIGNMENT = 64  # bytes
+_MERGE = "Train the adapter without it, or merge it: publish with merged=True."
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one matrix of an adapter lies in a rank of an engine.
+
+    Attributes:
+        layer: the engine's name of the layer.
+        slots: all slots' matrices of this kind, as (slot, row, column).
+        size: of the whole matrix: columns of A, rows of B.
+        rows: of the whole matrix that this rank has; for B.
+        columns: the same for A.
+        first: row of the slot's matrix at which it begins there.
+
+    """
+
+    layer: str
+    slots: torch.Tensor
+    size: int
+    rows: slice = field(default_factory=lambda: slice(None))
+    columns: slice = field(default_factory=lambda: slice(None))
+    first: int = 0
+
+
+Places = Mapping[str, tuple[Place, Place]]
+"""Module -> where its A and its B lie."""
+
+
+class SlotPlan:
+    """Where the tensors of one layout go: made once, used for every version.
+
+    All matrices of a slot are covered, those of modules that the adapter leaves alone too: they
+    must be zero.
+
+    Attributes:
+        fills: tensor, its place, what it is multiplied by, offset of the slot's matrix.
+        nbytes: of the memory in which a slot is laid out.
+        spare: memory of a version that was dropped, for the next one.
+
+    """
+
+    def __init__(self, places: Places, pairs: Sequence[LoRAPair], *, factor: float = 1.0) -> None:
+        """Lay out what a slot holds; `factor` is what the engine multiplies by itself."""
+        wanted = {pair.module: pair for pair in pairs}
+        self.fills: list[tuple[str, Place, float, int]] = []
+        # By address: modules that are fused into one layer may share its matrices.
+        offsets, at = dict[int, int](), 0
+        matrices: dict[int, tuple[torch.Tensor, str]] = {}
+        for module, both in places.items():
+            pair = wanted.get(module)
+            for place, is_b in zip(both, (False, True), strict=True):
+                address = place.slots.data_ptr()
+                matrices[address] = place.slots, f"{'AB'[is_b]} of layer {place.layer!r}"
+                if pair is None:
+                    continue
+                if address not in offsets:
+                    offsets[address] = at
+                    at += -(-place.slots[0].nbytes // _ALIGNMENT) * _ALIGNMENT
+                name, scaling = (pair.b, pair.scaling / factor) if is_b else (pair.a, 1.0)
+                self.fills.append((name, place, scaling, offsets[address]))
+        self._slots = [slots for slots, _ in matrices.values()]
+        self._names = [name for _, name in matrices.values()]
+        zeros = [one[0].nbytes for address, (one, _) in matrices.items() if address not in offsets]
+        self.nbytes = at + max(zeros, default=0)  # all of these look at the same zeros
+        self._offsets = np.array([offsets.get(address, at) for address in matrices], np.uint64)
+        self._sizes = np.array([one[0].nbytes for one in self._slots], np.uint64)
+        self._pass = BytePlan(self._sizes)
+        self.spare: Room | None = None
+        # The tensors that were filled in last, and the parts that this rank has of them.
+        self._parts: tuple[ImportedTensors, list[torch.Tensor]] | None = None
+        self.is_on_cpu = all(one.device.type == "cpu" for one in self._slots)
+
+    def fill(self, tensors: ImportedTensors) -> "Room":
+        """What a slot must hold of a version.
+
+        Raises:
+            IncompatibleUpdate: numbers that the engine's dtype cannot hold.
+
+        """
+        if self._parts is None or self._parts[0] is not tensors:
+            parts = [tensors[name][place.rows, place.columns] for name, place, *_ in self.fills]
+            self._parts = tensors, parts
+        parts = self._parts[1]
+        # Of the same layout, so that what is written now covers all that was written then.
+        room, self.spare = self.spare or Room(self, parts), None
+        torch._foreach_copy_(room.targets, parts)
+        # As engines do it: cast first, then scaled in that dtype.
+        for scaling, targets in room.scaled.items():
+            torch._foreach_mul_(targets, scaling)
+        if not are_finite(room.numbers, num_threads=None):
+            msg = (
+                f"an adapter has numbers that are finite, and not once they are scaled and in "
+                f"{room.targets[0].dtype}, as the engine has them. See which training step made "
+                "them."
+            )
+            raise IncompatibleUpdate(msg)
+        return room
+
+    def write(self, pin: Pin, slot: int) -> None:
+        """Copy it into a slot."""
+        if self.is_on_cpu:
+            self._pass.copy(self._addresses(pin), self._slot_addresses(slot))
+            return
+        for slots, offset in zip(self._slots, self._offsets.tolist(), strict=True):
+            slots[slot].copy_(self.view(pin, offset, slots))
+
+    def differing(self, pin: Pin, slot: int) -> str | None:
+        """Read a slot: which matrix is the first that is not what it must be; None: none is."""
+        if self.is_on_cpu:
+            held = self._pass.digest(self._slot_addresses(slot))
+            due = self._pass.digest(self._addresses(pin))
+            if held == due:
+                return None
+            one, other = (np.frombuffer(text, np.uint8).reshape(-1, 16) for text in (held, due))
+            return self._names[int(np.flatnonzero((one != other).any(axis=1))[0])]
+        for slots, offset, name in zip(
+            self._slots, self._offsets.tolist(), self._names, strict=True
+        ):
+            due_bytes = self.view(pin, offset, slots).view(torch.uint8)
+            if not slots[slot].cpu().view(torch.uint8).equal(due_bytes):
+                return name
+        return None
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of a slot."""
+        return int(self._sizes.sum())
+
+    def view(self, pin: Pin, offset: int, slots: torch.Tensor) -> torch.Tensor:
+        """One matrix of a slot, in memory of the host."""
+        dtype = str(slots.dtype).removeprefix("torch.")
+        return tensor_in(pin, offset, slots[0].nbytes, dtype, tuple(slots.shape[1:]))
+
+    def _addresses(self, pin: Pin) -> npt.NDArray[np.uint64]:
+        return self._offsets + np.uint64(pin.address)
+
+    def _slot_addresses(self, slot: int) -> npt.NDArray[np.uint64]:
+        found = [one.data_ptr() for one in self._slots]
+        return np.array(found, np.uint64) + np.uint64(slot) * self._sizes
+
+
+class Room:
+    """Memory of the host, laid out as a slot.
+
+    Attributes:
+        pin: the memory; zeros where nothing is filled in.
+        targets: where each part of the adapter's tensors goes, in the order of the plan's fills.
+        scaled: factor -> the targets that are multiplied by it.
+        numbers: all of it, as few tensors.
+
+    """
+
+    def __init__(self, plan: SlotPlan, parts: Sequence[torch.Tensor]) -> None:
+        """Take memory for a plan whose parts have these shapes."""
+        self.pin = anonymous_pin(plan.nbytes)
+        self.targets: list[torch.Tensor] = []
+        self.scaled: dict[float, list[torch.Tensor]] = {}
+        for (_, place, scaling, offset), part in zip(plan.fills, parts, strict=True):
+            rows = slice(place.first, place.first + part.shape[0])
+            target = plan.view(self.pin, offset, place.slots)[rows, : part.shape[1]]
+            self.targets.append(target)
+            if scaling != 1.0:
+                self.scaled.setdefault(scaling, []).append(target)
+        dtypes = {str(one.dtype).removeprefix("torch.") for one in self.targets}
+        self.numbers = self.targets
+        if len(dtypes) == 1:
+            count = plan.nbytes // self.targets[0].element_size()
+            self.numbers = [tensor_in(self.pin, 0, plan.nbytes, dtypes.pop(), (count,))]
+
+
+class SlotInstaller(AdapterInstaller):
+    """Brings versions of one LoRA adapter into slots of one rank of an engine."""
+
+    engine: str
+    """The engine's name, for messages."""
+
+    def __init__(self, base: Callable[[], str]) -> None:
+        """Begin; `base` gives the root of the engine's weights, empty if unknown."""
+        super().__init__()
+        self._base = base
+        self._places: dict[int, Places] = {}  # by the adapter's rank
+        self._plans: dict[object, SlotPlan] = {}
+        # What the slot of each version must hold.
+        self._held: dict[int, tuple[SlotPlan, Room]] = {}
+
+    # ---- what an engine has of its own ----------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def max_rank(self) -> int:
+        """The largest rank that the engine was started for."""
+
+    @abstractmethod
+    def places_of(self, rank: int) -> Places:
+        """Where an adapter of this rank lies: of all modules whose layers are understood."""
+
+    @abstractmethod
+    def take_slot(self, version: Resident, pairs: Sequence[LoRAPair]) -> int:
+        """Enter a version into the engine's books, for a free slot; returns the slot.
+
+        Raises:
+            SlotsExhausted: there is none.
+
+        """
+
+    @abstractmethod
+    def slot_of(self, version: Resident) -> int | None:
+        """The slot that the engine's books have for a version; None if something dropped it."""
+
+    @abstractmethod
+    def free_slot(self, version: Resident) -> None:
+        """Take a version out of the engine's books; one that is not there is ignored."""
+
+    def factor_of(self, pairs: Sequence[LoRAPair]) -> float:  # noqa: ARG002 - of any
+        """What the engine multiplies an adapter by itself, when it computes."""
+        return 1.0
+
+    # ---- the steps ------------------------------------------------------------------------------
+
+    def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair], others: Sequence[str]) -> None:
+        """Refuse what the engine cannot serve, by name. See `AdapterInstaller`."""
+        if others:
+            msg = (
+                f"adapter {spec.name!r} has {len(others)} tensors beside its pairs, such as saved "
+                f"modules and biases, which {self.engine} does not apply: "
+                f"{list(others)[:_SHOWN]}. {_MERGE}"
+            )
+            raise IncompatibleUpdate(msg)
+        base = self._base()
+        if spec.base_root and not base:
+            _LOG.warning("adapter %s: the root of the engine's base is not known", spec.name)
+        if spec.base_root and base and spec.base_root != base:
+            msg = (
+                f"adapter {spec.name!r} belongs to base weights of root {spec.base_root}, and the "
+                f"engine holds root {base}. Install that base first, or publish for this one."
+            )
+            raise IncompatibleUpdate(msg)
+        most = max(pair.rank for pair in pairs)
+        places = self._placed(pairs)
+        unknown = [pair.module for pair in pairs if pair.module not in places]
+        if unknown:
+            known = sorted({name.rpartition(".")[2] for name in places})
+            msg = (
+                f"adapter {spec.name!r} adapts {len(unknown)} modules that this engine does not: "
+                f"{unknown[:_SHOWN]}; it adapts {known}. Leave them out of target_modules."
+            )
+            raise IncompatibleUpdate(msg)
+        if most > self.max_rank:
+            msg = (
+                f"adapter {spec.name!r} has rank {most}, the engine was started for at most "
+                f"{self.max_rank}. Start it with max_lora_rank={most}."
+            )
+            raise IncompatibleUpdate(msg)
+
+    def stage(
+        self,
+        version: Resident,
+        spec: AdapterSpec,
+        pairs: Sequence[LoRAPair],
+        tensors: ImportedTensors,
+    ) -> None:
+        """Put a version into a free slot. See `AdapterInstaller`."""
+        key = spec.digest, tensors.table.digest
+        plan = self._plans.get(key)
+        if plan is None:
+            places = self._placed(pairs)
+            _check_shapes(places, pairs, tensors)
+            plan = self._plans[key] = SlotPlan(places, pairs, factor=self.factor_of(pairs))
+            while len(self._plans) > _PLANS:
+                del self._plans[next(iter(self._plans))]
+        slot = self.take_slot(version, pairs)
+        try:
+            room = plan.fill(tensors)
+            self._held[version.number] = plan, room
+            plan.write(room.pin, slot)
+        except BaseException:
+            self.drop(version)
+            raise
+
+    def read(self, version: Resident) -> int:
+        """Read all of a version's slot. See `AdapterInstaller`."""
+        plan, room = self._held[version.number]
+        slot = self.slot_of(version)
+        if slot is None:
+            msg = (
+                f"adapter {version.label} is in no slot of the engine any more: something else "
+                "dropped it, such as a reload of the base weights. Publish it again."
+            )
+            raise ProofFailed(msg)
+        wrong = plan.differing(room.pin, slot)
+        if wrong is not None:
+            msg = (
+                f"adapter {version.label}: matrix {wrong} is not what was published. Publish it "
+                "again."
+            )
+            raise ProofFailed(msg)
+        return plan.held_nbytes
+
+    def holds(self, version: Resident) -> bool:
+        """Whether a version is in a slot. See `AdapterInstaller`."""
+        return self.slot_of(version) is not None
+
+    def drop(self, version: Resident) -> None:
+        """Free a version's slot. See `AdapterInstaller`."""
+        self.free_slot(version)
+        plan, room = self._held.pop(version.number, (None, None))
+        if plan is not None:
+            plan.spare = room
+
+    def _placed(self, pairs: Sequence[LoRAPair]) -> Places:
+        rank = max(pair.rank for pair in pairs)
+        if rank not in self._places:
+            self._places = {rank: self.places_of(rank)}
+        return self._places[rank]
+
+
+def _check_shapes(places: Places, pairs: Sequence[LoRAPair], tensors: Tensors) -> None:
+    """Refuse an adapter whose matrices are not those of the engine's layers."""
+    for pair in pairs:
+        for name, place, dim in zip((pair.a, pair.b), places[pair.module], (1, 0), strict=True):
+            if tensors[name].shape[dim] != place.size:
+                msg = (
+                    f"tensor {name!r} has shape {list(tensors[name].shape)}, expected "
+                    f"{place.size} in dimension {dim}: the engine's layer {place.layer!r} is "
+                    "another one. Publish an adapter of the model that the engine serves."
+                )
+                raise IncompatibleUpdate(msg)
