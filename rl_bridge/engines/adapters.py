@@ -46,6 +46,10 @@ _LOOK_S = 0.05
 # Ids of ours are above those that people count by hand, and fit into 31 bits.
 _FIRST_ID = 1 << 30
 
+# Versions that stay resident while nothing is installed: the active one and the one before, which a
+# request may have been made for that was not sent yet.
+_KEPT = 2
+
 Tensors = Mapping[str, torch.Tensor]
 
 # Fields of PEFT's configuration that make an adapter more, or other, than pairs of matrices.
@@ -309,6 +313,9 @@ class AdapterFrontEnd(Protocol):
 
         """
 
+    def lora_request(self, version: Resident) -> Any:
+        """What a request names a version by."""
+
 
 # ---- the driver ----------------------------------------------------------------------------------
 
@@ -356,7 +363,7 @@ class AdapterDriver(EngineDriver):
         *,
         front_end: AdapterFrontEnd,
         options: Mapping[str, Any],
-        keep: int,
+        keep: int = _KEPT,
         take_over: bool = False,
     ) -> None:
         """Configure; the engine is not called.
@@ -404,6 +411,15 @@ class AdapterDriver(EngineDriver):
             f"{held}. Install it with update_weights, or ask for one that is there."
         )
         raise UnknownUpdate(msg)
+
+    def lora_request(self, weight_version: int | None) -> Any:
+        """What a request names a resident version by; None is the active one.
+
+        Raises:
+            UnknownUpdate: the engine does not hold it.
+
+        """
+        return self._front_end.lora_request(self.resident(weight_version))
 
     def resume(self) -> None:
         """Offer the version, which all ranks have proven. See `EngineDriver`."""

@@ -171,11 +171,15 @@ def forget(engine: Any, api_key: str | None = None) -> None:
         until(lambda: client.ask("flush")[0]["flushed"], what="no request holds a prefix")
 
 
-def answers_of(engine: Any) -> Answers:
+def answers_of(engine: Any, adapter: str | None = None) -> Answers:
     forget(engine)
     prompts = [list(prompt) for prompt in PROMPTS]
     outputs = engine.generate(
-        input_ids=prompts, sampling_params=SAMPLING, return_logprob=True, top_logprobs_num=3
+        input_ids=prompts,
+        sampling_params=SAMPLING,
+        return_logprob=True,
+        top_logprobs_num=3,
+        lora_path=None if adapter is None else [adapter] * len(prompts),
     )
     return read(outputs)
 
@@ -231,9 +235,9 @@ class Engines:
         """The engine of that kind; another one is ended for it."""
         if self._bench is None or (self._bench.kind, self._bench.ranks) != (kind, ranks):
             self.close()
-            second = self._start(kind, 1, ranks)
+            second = self.start(kind, 1, ranks)
             answers, sums = answers_of(second), sums_of(second)
-            first = self._start(kind, 0, ranks)
+            first = self.start(kind, 0, ranks)
             self._bench = Bench(
                 first,
                 Trainer(),
@@ -245,7 +249,8 @@ class Engines:
             )
         return self._bench
 
-    def _start(self, kind: Kind, version: int, ranks: int) -> Any:
+    def start(self, kind: Kind, version: int, ranks: int, **more: Any) -> Any:
+        """Start one that nobody shares, with these options beside the usual ones."""
         import sglang
 
         self.close()
@@ -253,7 +258,7 @@ class Engines:
             for name, value in cores_for(ranks).items():
                 patch.setenv(name, value)
             path = self._checkpoints.path(kind, version)
-            self._engine = sglang.Engine(**options(path, ranks))
+            self._engine = sglang.Engine(**{**options(path, ranks), **more})
         return self._engine
 
     def close(self) -> None:

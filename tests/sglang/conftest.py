@@ -19,7 +19,10 @@ if importlib.util.find_spec("sglang") is None:
 ROOT = Path(__file__).resolve().parents[2]
 # The engine that most tests share is started once. Behind these tests comes the one that kills it,
 # then those that share an engine of two ranks, and those that need one each.
-LAST = ("test_killed.py", "test_ranks.py", "test_from_trainers.py", "test_kinds.py")
+LAST = (
+    *("test_killed.py", "test_ranks.py", "test_from_trainers.py", "test_kinds.py"),
+    "test_adapters.py",
+)
 STAND_INS = str(ROOT / "tests" / "sglang" / "stand_ins")
 
 # For this process, for the engines' own processes, and for servers.

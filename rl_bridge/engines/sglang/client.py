@@ -8,10 +8,12 @@ import asyncio
 import base64
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.rpc import (
     EngineClient,
     Replies,
@@ -22,7 +24,7 @@ from rl_bridge.engines.rpc import (
     too_late,
 )
 from rl_bridge.engines.sglang import MINIMUM, SGLANG, require
-from rl_bridge.engines.sglang.plugin import NAME, call_text, reply_text
+from rl_bridge.engines.sglang.plugin import FRONT, NAME, call_text, reply_text
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
 
 Answer = tuple[bool, str]
@@ -86,6 +88,39 @@ class SGLangClient(EngineClient):
         _, weights = self.control(
             "get_weights_by_name", within_s=timeout_s, name=call_text(text), truncate_size=1
         )
+        replies: Replies = self._said(weights)
+        self.num_ranks = len(replies)
+        self.device = replies[0].get("device", self.device)
+        return replies
+
+    def adapters_in_use(self) -> frozenset[int]:
+        """Ids of the adapters that requests have, as SGLang counts them. See `AdapterFrontEnd`."""
+        return self._front({})
+
+    def offer_adapter(
+        self, adapter: str, active: Resident | None, residents: Sequence[Resident]
+    ) -> None:
+        """Let requests ask for these versions by ``lora_path``. See `AdapterFrontEnd`."""
+        label = None if active is None else active.label
+        told = [asdict(one) for one in residents]
+        self._front({"adapter": adapter, "active": label, "residents": told})
+
+    def lora_request(self, version: Resident) -> str:
+        """The ``lora_path`` of a request for this version."""
+        return version.label
+
+    def _front(self, given: Reply) -> frozenset[int]:
+        """Ask the process that takes requests; returns the adapters in use."""
+        name = f"{FRONT}{json.dumps(given)}"
+        _, weights = self.control("get_weights_by_name", name=name, truncate_size=1)
+        told = self._said(weights)
+        if "error" in told:
+            msg = f"the engine offers no adapters: {told['error']}. See its log."
+            raise WeightBridgeUnavailableError(msg)
+        return frozenset(told["used"])
+
+    def _said(self, weights: object) -> Any:
+        """What our plugin answered as a weight's numbers."""
         said = reply_text(weights)
         if said is None:
             msg = (
@@ -94,10 +129,7 @@ class SGLangClient(EngineClient):
                 f"SGLANG_PLUGINS is set, add {NAME} to it."
             )
             raise WeightBridgeUnavailableError(msg)
-        replies: Replies = json.loads(said)
-        self.num_ranks = len(replies)
-        self.device = replies[0].get("device", self.device)
-        return replies
+        return json.loads(said)
 
     def do(self, route: str, **body: Any) -> None:
         """Call a control route that has to succeed."""

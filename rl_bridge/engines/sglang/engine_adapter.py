@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_bridge.bridge.executor import RolloutExecutor
+from rl_bridge.engines.adapters import AdapterDriver
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
 from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
-from rl_bridge.engines.sglang.client import connect
+from rl_bridge.engines.sglang.client import SGLangClient, connect
 from rl_bridge.engines.sglang.loaders import DiskRoute, DistributedRoute, RouteName, loader_for
 from rl_bridge.engines.staging import Staging, checked_budget, checked_staging
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
@@ -119,6 +120,25 @@ class SGLangInstallAdapter(EngineDriver):
             options["transports"] = checked_transports(transports)
         super().__init__(
             client, serving=serving, options=options, loader=loader, take_over=take_over
+        )
+        self._may_take_over = take_over
+        self._bridges = {one: options[one] for one in ("transports",) if one in options}
+
+    def for_adapter(self, name: str) -> AdapterDriver:
+        """What brings versions of a LoRA adapter into the engine, beside its weights.
+
+        Raises:
+            WeightBridgeUnavailableError: the engine was started without LoRA.
+
+        """
+        assert isinstance(self.client, SGLangClient)  # as `connect` made it
+        self.client.adapters_in_use()  # which says what the engine lacks
+        return AdapterDriver(
+            self.client,
+            name,
+            front_end=self.client,
+            options=self._bridges,
+            take_over=self._may_take_over,
         )
 
 

@@ -12,6 +12,7 @@ from rl_bridge.engines.model_installer import ModelInstaller
 from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller, answer, rank_of
 from rl_bridge.engines.rpc import RankGroup, Reply, failure_reply
 from rl_bridge.engines.sglang import require, version
+from rl_bridge.engines.sglang.lora import SGLangAdapterInstaller
 from rl_bridge.engines.skeleton import EngineCompat, processed_by
 from rl_bridge.engines.staging import Staging
 from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError, WeightUpdateRejectedError
@@ -142,14 +143,48 @@ class SGLangHost(RankHost):
         return next(self.model.parameters()).device.type
 
 
+class SGLangAdapterHost(SGLangHost):
+    """The same rank, as one of its LoRA adapters is updated."""
+
+    def __init__(self, base: EngineRank, flush: Callable[[], bool | None], lora: Any) -> None:
+        """Look at the rank whose weights `base` updates; `lora` is its manager of adapters."""
+        super().__init__(base.host.model, flush, base.host.group)
+        self._base = base
+        self._lora = lora
+        self._installer: SGLangAdapterInstaller | None = None
+
+    def make_installer(self, options: Mapping[str, Any]) -> SGLangAdapterInstaller:
+        """What puts versions into slots; the same one whatever the options: it knows the slots."""
+        del options
+        if self._installer is None:
+            active = lambda: self._base.active_root  # noqa: E731 - as it is by then
+            self._installer = SGLangAdapterInstaller(self._lora, active)
+        return self._installer
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Refuse an engine whose weights are being changed, and those that `SGLangHost` does."""
+        super().check(given)
+        if self._base.is_begun:
+            msg = "an update of the engine's weights is under way. Try again when it is over."
+            raise WeightBridgeUnavailableError(msg)
+
+    def facts(self) -> Reply:
+        """What `SGLangHost` tells, and which versions are resident."""
+        return {**super().facts(), **self.make_installer({}).facts()}
+
+
 def tensor_group() -> RankGroup:
     """The ranks that compute one model together."""
     found = require("sglang.srt.runtime_context").get_parallel().tp_group
     return RankGroup(int(found.rank_in_group), int(found.world_size), found.cpu_group)
 
 
-def answer_text(model: torch.nn.Module, flush: Callable[[], bool | None], text: str) -> str:
+def answer_text(
+    model: torch.nn.Module, flush: Callable[[], bool | None], text: str, lora: Any = None
+) -> str:
     """Do what a driver asks, on all ranks: their answers, by rank, as JSON. Never raises.
+
+    `lora` is the rank's manager of adapters, if the engine has one.
 
     SGLang would end for a failure. It hands each control request to all ranks, and lets the first
     one alone reply: so the ranks tell each other what they would reply.
@@ -161,6 +196,9 @@ def answer_text(model: torch.nn.Module, flush: Callable[[], bool | None], text: 
             msg = f"{text[:80]!r} is no call. Pass an object with a verb."
             raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - answered like all others
         rank = _rank(model, flush)
+        if name := str(given.get("adapter", "")):
+            base = rank
+            rank = rank_of(model, lambda: SGLangAdapterHost(base, flush, lora), name)
         reply = answer(rank, given["verb"], given)
         group = rank.host.group
     except Exception as error:  # noqa: BLE001 - it is the answer

@@ -5,7 +5,8 @@ SGLang answers between two steps of the model, without a lock and without pickle
 that begin with ``rl_bridge:`` what `SGLangInstallAdapter` asks. And a load of SGLang's own that
 fails within an update of ours is answered with ``success: false``: SGLang would end the engine,
 and the process that started it. So is a load of a driver that no longer has the engine: another one
-may have proven what that would write over.
+may have proven what that would write over. In the process that takes requests, the same control
+request answers which adapters they ask for: see `rl_bridge.engines.sglang.front`.
 """
 
 import logging
@@ -22,6 +23,8 @@ _LOG = logging.getLogger(__name__)
 NAME = "rl_bridge"
 """Name of the entry point: where ``SGLANG_PLUGINS`` is set, it must be in there."""
 PREFIX = "rl_bridge:"
+FRONT = "rl_bridge-front:"
+"""Begins the names that the tokenizer process answers, which takes the engine's requests."""
 SENDER = "rl_bridge_sender"
 """Where a bucket of tensors tells its `sender`; a group and a folder have that in their names."""
 _SENDER = re.compile(r"rl_bridge-([0-9a-f]{32})")
@@ -33,6 +36,8 @@ GUARDED = tuple(
     f"{_COMPONENTS}.weight_updater.WeightUpdater.update_weights_from_{source}"
     for source in ("tensor", "disk")
 )
+FRONTED = "sglang.srt.managers.tokenizer_manager.TokenizerManager.get_weights_by_name"
+ACQUIRED = "sglang.srt.lora.lora_registry.LoRARegistry.acquire"
 RECEIVED = f"{_COMPONENTS}.weight_updater.WeightUpdater.receive_weights_from_distributed"
 
 
@@ -45,6 +50,8 @@ def register() -> None:
         return
     around = registry.HookType.AROUND
     registry.HookRegistry.register(ANSWERED, _answered, around)
+    registry.HookRegistry.register(FRONTED, _fronted, around)
+    registry.HookRegistry.register(ACQUIRED, _acquired, around)
     registry.HookRegistry.register(RECEIVED, _received, around)
     for target in GUARDED:
         registry.HookRegistry.register(target, _guarded, around)
@@ -81,10 +88,29 @@ def _answered(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         return bool(manager.flush_cache(empty_cache=False))
 
     model = manager.tp_worker.model_runner.model
-    said = answer_text(model, flush, request.name.removeprefix(PREFIX))
-    # A weight's numbers are all that this route can answer.
-    numbers = [float(byte) for byte in said.encode("utf-8")]
-    return require(_REQUESTS).GetWeightsByNameReqOutput(parameter=numbers)
+    lora = manager.tp_worker.model_runner.lora_manager
+    said = answer_text(model, flush, request.name.removeprefix(PREFIX), lora)
+    return require(_REQUESTS).GetWeightsByNameReqOutput(parameter=_as_numbers(said))
+
+
+def _as_numbers(text: str) -> list[float]:
+    """A text as a weight's numbers, which are all that this route can answer."""
+    return [float(byte) for byte in text.encode("utf-8")]
+
+
+async def _fronted(original: Callable[..., Any], manager: Any, request: Any, *more: Any) -> Any:
+    if not request.name.startswith(FRONT):
+        return await original(manager, request, *more)
+    from rl_bridge.engines.sglang.front import answer_front
+
+    registry = getattr(manager, "lora_registry", None)
+    return _as_numbers(await answer_front(registry, request.name.removeprefix(FRONT)))
+
+
+async def _acquired(original: Callable[..., Any], registry: Any, names: Any) -> Any:
+    from rl_bridge.engines.sglang.front import acquire
+
+    return await acquire(original, registry, names)
 
 
 def _guarded(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ class VLLMClient(EngineClient):
         """Nothing, where requests are made with `lora_request`. See `AdapterFrontEnd`."""
 
     def lora_request(self, version: Resident) -> Any:
-        """What a request names this version by.
+        """What a request names this version by: an ``LLM`` and an ``AsyncLLM`` a ``LoRARequest``.
 
         Its name has the version, since vLLM takes requests of one name for the same adapter.
         """

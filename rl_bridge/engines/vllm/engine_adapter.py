@@ -26,10 +26,6 @@ from rl_bridge.engines.vllm.client import LLMClient, VLLMClient, connect
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
 
-# Versions of an adapter that stay resident while nothing is installed: the active one and the one
-# before, which a request may have been made for that was not sent yet.
-_KEPT_VERSIONS = 2
-
 PauseMode = Literal["keep", "wait", "abort"]
 """What happens to running requests: they freeze, are waited for, or are aborted."""
 
@@ -129,7 +125,7 @@ class VLLMEngineAdapter(EngineDriver):
         self._may_take_over = take_over
         self._bridges = {one: options[one] for one in ("transports",) if one in options}
 
-    def for_adapter(self, name: str) -> "VLLMAdapterDriver":
+    def for_adapter(self, name: str) -> AdapterDriver:
         """What brings versions of a LoRA adapter into the engine, beside its weights.
 
         Raises:
@@ -146,31 +142,13 @@ class VLLMEngineAdapter(EngineDriver):
             raise IncompatibleUpdate(msg)
         assert isinstance(self.client, VLLMClient)  # as `connect` made it
         self.client.adapters_in_use()  # which says what a server lacks
-        return VLLMAdapterDriver(
+        return AdapterDriver(
             self.client,
             name,
             front_end=self.client,
             options=self._bridges,
-            keep=_KEPT_VERSIONS,
             take_over=self._may_take_over,
         )
-
-
-class VLLMAdapterDriver(AdapterDriver):
-    """Installs versions of one LoRA adapter into a vLLM engine: see `VLLMEngineAdapter`."""
-
-    def lora_request(self, version: int | None) -> Any:
-        """What a request names a resident version by; None is the active one.
-
-        An ``LLM`` and an ``AsyncLLM`` take the ``LoRARequest``; for a server it is the text that
-        its clients send as ``model``.
-
-        Raises:
-            UnknownUpdate: the engine does not hold it.
-
-        """
-        assert isinstance(self._front_end, VLLMClient)
-        return self._front_end.lora_request(self.resident(version))
 
 
 class VLLMWeightLoader(ExecutorWeightLoader):
