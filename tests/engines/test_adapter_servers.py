@@ -23,10 +23,11 @@ from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.testing.processes import until
 from rl_bridge.vllm import VLLMAdapterFiles, VLLMEngineAdapter
+from tests.engines.adapter_suite import of_rank
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, start
 from tests.engines.models import ADAPTER, Checkpoints, Kind
 from tests.engines.served import DEV, Served, served
-from tests.engines.test_adapters import LORA, of_rank
+from tests.engines.test_adapters import LORA
 
 pytestmark = pytest.mark.timeout(600)  # engines start
 KIND = Kind("qwen3")

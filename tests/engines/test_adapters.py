@@ -3,30 +3,25 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.errors import (
-    ChecksumMismatch,
     IncompatibleUpdate,
-    SessionRefused,
     SlotsExhausted,
     UnknownUpdate,
-    WeightBridgeError,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.manifest import AdapterSpec
-from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.trainers import read_peft, write_peft
 from rl_bridge.vllm import VLLMEngineAdapter
+from tests.engines.adapter_suite import Adapted, AdapterSuite, cut_to_rank, spec_of
 from tests.engines.drive import (
     PROMPTS,
     Answers,
@@ -50,64 +45,49 @@ pytestmark = pytest.mark.timeout(600)  # engines start
 SETTINGS = [Setting(Kind("qwen3")), Setting(Kind("qwen3"), in_process=False, ranks=2)]
 
 
-@dataclass
-class Adapted:
-    """An engine, a trainer's bridge, and what a fresh engine answers with each adapter."""
+class VLLMAdapted(Adapted):
+    """An ``LLM``."""
 
-    llm: Any
-    executor: RolloutExecutor
-    bridge: TensorBridge
-    fresh: list[Answers]
-    """With no adapter, and with each of the two."""
-    weights: list[dict[str, torch.Tensor]]
-    ranks: range
-    count: int = 0
-    manifests: list[WeightUpdateManifest] = field(default_factory=list)
+    def asked(self, request: Any) -> Answers:
+        return answers(self.engine, lora_request=request)
 
-    def publish(
-        self,
-        number: int,
-        changes: Mapping[str, torch.Tensor] | None = None,
-        *,
-        name: str = "policy",
-    ) -> WeightUpdateManifest:
-        spec = AdapterSpec.of_peft(name, ADAPTER, [])
-        return self.publish_as(spec, {**self.weights[number], **(changes or {})})
+    def driver(self) -> VLLMEngineAdapter:
+        return VLLMEngineAdapter(self.engine, timeout_s=60.0)
 
-    def publish_as(
-        self, spec: AdapterSpec, weights: Mapping[str, torch.Tensor]
-    ) -> WeightUpdateManifest:
-        for earlier in self.manifests[-1:]:
-            self.bridge.release(earlier.update_id)
-        self.count += 1
-        manifest = self.bridge.publish(weights, weight_version=self.count, adapter=spec)
-        self.manifests = [*self.manifests[-1:], manifest]
-        return manifest
+    def plant(self, step: str, rank: int) -> None:
+        plant = {"ask": "plant", "step": step, "fault": "raises", "rank": rank}
+        self.engine.collective_rpc("in_rank", args=(json.dumps(plant),))
 
-    def update(self, number: int, *, name: str = "policy") -> int:
-        manifest = self.publish(number, name=name)
-        self.executor.update_weights(manifest)
-        return manifest.weight_version
+    def damage(self, what: str) -> None:
+        self.engine.collective_rpc("damage_slots", args=(what,))
 
-    def answers(self, name: str = "policy", version: int | None = None) -> Answers:
-        return answers(self.llm, lora_request=self.executor.lora_request(name, version))
+    def drop_all(self) -> None:
+        self.engine.collective_rpc("drop_adapters")
+
+    def uproot(self) -> None:
+        self.engine.collective_rpc("in_rank", args=(json.dumps({"ask": "uproot"}),))
+        self.engine.collective_rpc("uproot_fault")
 
 
 @contextmanager
-def adapted(setting: Setting, checkpoints: Checkpoints, **options: Any) -> Iterator[Adapted]:
+def adapted(setting: Setting, checkpoints: Checkpoints, **options: Any) -> Iterator[VLLMAdapted]:
     from vllm.lora.request import LoRARequest
 
     folders = [checkpoints.adapter(number) for number in (0, 1)]
     options = {**LORA, **options}
     path = checkpoints.path(setting.kind, 0)
     with start(setting, path, **options) as llm, tempfile.TemporaryDirectory() as home:
-        # One as it was saved, one as `write_peft` writes it.
-        write_peft(f"{home}/1", *read_peft(folders[1], "policy"))
-        paths = [folders[0], f"{home}/1"]
+        # One as it was saved, two as `write_peft` writes them.
+        spec, tensors = read_peft(folders[1], "policy")
+        small = cut_to_rank(tensors, 4)
+        write_peft(f"{home}/1", spec, tensors)
+        write_peft(f"{home}/2", spec_of(small), small)
+        paths = [folders[0], f"{home}/1", f"{home}/2"]
         requests = [None, *(LoRARequest(f"file{i}", i + 1, p) for i, p in enumerate(paths))]
         fresh = [answers(llm, lora_request=one) for one in requests]
-    assert len(set(fresh)) == 3
+    assert len(set(fresh)) == 4
     weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]
+    weights.append(small)
     with ExitStack() as stack:
         llm = stack.enter_context(start(setting, path, **options))
         bridge = stack.enter_context(make_weight_bridge("shared-memory", suspicious="off"))
@@ -118,29 +98,17 @@ def adapted(setting: Setting, checkpoints: Checkpoints, **options: Any) -> Itera
                 suspicious="off",
             )
         )
-        yield Adapted(llm, executor, bridge, fresh, weights, range(setting.ranks))
+        yield VLLMAdapted(llm, executor, bridge, fresh, weights, range(setting.ranks))
 
 
 @pytest.fixture(scope="module", params=SETTINGS, ids=str)
-def engine(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[Adapted]:
+def engine(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[VLLMAdapted]:
     with adapted(request.param, checkpoints) as made:
         yield made
 
 
-def test_every_version_answers_as_a_fresh_engine_that_read_it_from_files(engine: Adapted) -> None:
-    for number in (0, 1, 0, 1):
-        version = engine.update(number)
-        assert engine.answers() == engine.fresh[1 + number]
-        assert answers(engine.llm) == engine.fresh[0]
-        assert engine.executor.adapter_version("policy") == version
-        ack = engine.executor.last_ack
-        assert ack is not None
-        assert (ack.weight_version, ack.proof.method, ack.proof.root) == (
-            version,
-            "digest",
-            engine.manifests[-1].root,
-        )
-    assert engine.executor.active_weight_version is None  # of the engine's own weights
+class TestVLLM(AdapterSuite):
+    """An ``LLM``, in one process and on two ranks."""
 
 
 def held() -> dict[int, tuple[int, int]]:
@@ -159,7 +127,7 @@ def held() -> dict[int, tuple[int, int]]:
 
 @pytest.mark.parametrize("updates", [60, pytest.param(1000, marks=pytest.mark.full)])
 def test_a_long_run_leaves_as_much_memory_and_as_many_descriptors_as_it_found(
-    engine: Adapted, updates: int
+    engine: VLLMAdapted, updates: int
 ) -> None:
     for number in range(updates // 3):
         engine.update(number % 2)
@@ -184,10 +152,10 @@ def test_a_long_run_leaves_as_much_memory_and_as_many_descriptors_as_it_found(
 # ---- several versions side by side ---------------------------------------------------------------
 
 
-def test_a_request_ends_under_the_version_that_it_began_with(engine: Adapted) -> None:
+def test_a_request_ends_under_the_version_that_it_began_with(engine: VLLMAdapted) -> None:
     engine.update(0)
     began = engine.executor.lora_request("policy")
-    llm = engine.llm
+    llm = engine.engine
     assert llm.reset_prefix_cache()
     llm.enqueue(prompts_for(PROMPTS), greedy(), use_tqdm=False, lora_request=began)
     engine.update(1)
@@ -197,10 +165,10 @@ def test_a_request_ends_under_the_version_that_it_began_with(engine: Adapted) ->
 
 
 def test_a_version_that_requests_ask_for_is_not_dropped_however_many_come(
-    engine: Adapted,
+    engine: VLLMAdapted,
 ) -> None:
     engine.update(0)
-    began, llm = engine.executor.lora_request("policy"), engine.llm
+    began, llm = engine.executor.lora_request("policy"), engine.engine
     llm.enqueue(prompts_for(PROMPTS), greedy(), use_tqdm=False, lora_request=began)
     engine.update(1)
     llm.enqueue(
@@ -218,17 +186,7 @@ def test_a_version_that_requests_ask_for_is_not_dropped_however_many_come(
     assert engine.answers() == engine.fresh[2]
 
 
-def test_the_version_before_can_be_asked_for_and_older_ones_are_refused_by_name(
-    engine: Adapted,
-) -> None:
-    first, second, third = engine.update(0), engine.update(1), engine.update(0)
-    assert engine.answers(version=second) == engine.fresh[2]
-    assert engine.answers(version=third) == engine.fresh[1]
-    with pytest.raises(UnknownUpdate, match=rf"version {first} of adapter 'policy'.*{third}"):
-        engine.executor.lora_request("policy", first)
-
-
-def test_cached_prefixes_of_one_version_are_never_used_for_another(engine: Adapted) -> None:
+def test_cached_prefixes_of_one_version_are_never_used_for_another(engine: VLLMAdapted) -> None:
     prompt = prompts_for([[7] * 300])
     seen: dict[int, set[tuple[int, ...]]] = {0: set(), 1: set()}
     for number in (0, 1, 0, 1):
@@ -236,8 +194,8 @@ def test_cached_prefixes_of_one_version_are_never_used_for_another(engine: Adapt
         request = engine.executor.lora_request("policy")
         cached = []
         for _ in range(2):  # the second time from the cache
-            engine.llm.enqueue(prompt, greedy(), use_tqdm=False, lora_request=request)
-            (output,) = engine.llm.wait_for_completion(use_tqdm=False)
+            engine.engine.enqueue(prompt, greedy(), use_tqdm=False, lora_request=request)
+            (output,) = engine.engine.wait_for_completion(use_tqdm=False)
             cached.append(output.num_cached_tokens)
             seen[number].add(tuple(output.outputs[0].token_ids))
         assert not cached[0]
@@ -294,7 +252,7 @@ def test_requests_of_a_serving_engine_go_on_while_versions_come_and_end_under_th
     [("nixl", 4), pytest.param("shared-memory", 2, marks=pytest.mark.full)],
 )
 def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_gathers(
-    engine: Adapted, checkpoints: Checkpoints, tmp_path: Path, carrier: str, size: int
+    engine: VLLMAdapted, checkpoints: Checkpoints, tmp_path: Path, carrier: str, size: int
 ) -> None:
     folders = [checkpoints.adapter(number) for number in (0, 1)]
     paths = [checkpoints.path(SETTINGS[0].kind, 0), *folders]
@@ -302,14 +260,14 @@ def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_ga
         Elsewhere(size, tmp_path, "tests.trainers_torch.publishing", PYTHON, "peft") as ranks,
         RolloutExecutor(
             weight_transport=carrier,
-            weight_install_adapter=VLLMEngineAdapter(engine.llm, timeout_s=60.0, take_over=True),
+            weight_install_adapter=VLLMEngineAdapter(engine.engine, timeout_s=60.0, take_over=True),
         ) as executor,
     ):
         trainer = RealTrainer(ranks, "begin_adapter", paths, transport=carrier)
         for number in (1, 0, 1):
             manifest = trainer.publish(number)
             executor.update_weights(manifest)
-            got = answers(engine.llm, lora_request=executor.lora_request("policy"))
+            got = answers(engine.engine, lora_request=executor.lora_request("policy"))
             assert got == engine.fresh[1 + number]
         assert trainer.told(manifest) >= {("vllm", rank, "released") for rank in engine.ranks}
         assert trainer.asked == []
@@ -317,165 +275,6 @@ def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_ga
 
 
 # ---- what is refused, and what fails -------------------------------------------------------------
-
-
-def some_name(engine: Adapted, end: str) -> str:
-    return next(name for name in engine.weights[0] if name.endswith(end))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"v_proj.lora_B.weight": float("nan")}, r"lora_B\.weight'.*are NaN or Inf"),
-        ({"q_proj.lora_A.weight": (8, 129)}, r"lora_A\.weight'.*expected 128 in dimension 1"),
-        ({"o_proj.lora_B.weight": (64, 8)}, r"lora_B\.weight'.*expected 128 in dimension 0"),
-    ],
-)
-def test_tensors_that_the_engine_cannot_serve_are_refused_by_name(
-    engine: Adapted, changes: dict[str, Any], message: str
-) -> None:
-    engine.update(0)
-    wrong = {}
-    for end, value in changes.items():
-        name = some_name(engine, end)
-        is_shape = isinstance(value, tuple)
-        wrong[name] = torch.ones(value) if is_shape else engine.weights[0][name] * value
-    with pytest.raises(IncompatibleUpdate, match=message):
-        engine.executor.update_weights(engine.publish(1, wrong))
-    assert engine.answers() == engine.fresh[1]
-
-
-def renamed(weights: dict[str, torch.Tensor], old: str, new: str) -> dict[str, torch.Tensor]:
-    return {name.replace(old, new): one for name, one in weights.items()}
-
-
-def of_rank(weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.zeros(
-            *((rank, one.shape[1]) if "lora_A" in name else (one.shape[0], rank)), dtype=one.dtype
-        )
-        for name, one in weights.items()
-    }
-
-
-def test_an_adapter_that_the_engine_was_not_started_for_is_refused_by_name(
-    engine: Adapted,
-) -> None:
-    engine.update(0)
-    weights = engine.weights[1]
-    saved = weights | {"base_model.model.lm_head.weight": torch.ones(2, 2)}
-    cases: list[tuple[dict[str, torch.Tensor], dict[str, Any], str]] = [
-        (renamed(weights, "q_proj", "w_pack"), {}, r"w_pack'.*it adapts .*'q_proj'"),
-        (of_rank(weights, 32), {}, r"rank 32.*max_lora_rank=32"),
-        (saved, {}, r"tensors beside its pairs.*lm_head\.weight"),
-        (weights, {"use_dora": True}, r"use_dora=True, expected plain LoRA"),
-        (weights, {"alora_invocation_tokens": [3]}, r"alora_invocation_tokens"),
-        (weights, {"init_lora_weights": "pissa_niter_4"}, r"changes the trainer's base.*base_root"),
-    ]
-    for wrong, config, message in cases:
-        spec = AdapterSpec.of_peft("policy", {**ADAPTER, **config}, [])
-        with pytest.raises(IncompatibleUpdate, match=message):
-            engine.executor.update_weights(engine.publish_as(spec, wrong))
-    assert engine.answers() == engine.fresh[1]
-
-
-@pytest.mark.parametrize("step", ["prepare", "install", "prove", "commit"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_failure_at_any_step_on_any_rank_leaves_the_version_before(
-    engine: Adapted, step: str, rank: int
-) -> None:
-    if rank not in engine.ranks:
-        pytest.skip("the engine has one rank")
-    before = engine.update(0)
-    plant = {"ask": "plant", "step": step, "fault": "raises", "rank": rank}
-    engine.llm.collective_rpc("in_rank", args=(json.dumps(plant),))
-    manifest = engine.publish(1)
-    try:
-        if step == "commit":  # proven on all ranks: forward is the only way
-            engine.executor.update_weights(manifest)
-            assert engine.executor.adapter_version("policy") == manifest.weight_version
-            assert engine.answers() == engine.fresh[2]
-        else:
-            with pytest.raises(WeightBridgeError, match="planted in a rank"):
-                engine.executor.update_weights(manifest)
-            assert engine.executor.adapter_version("policy") == before
-            assert engine.answers() == engine.fresh[1]
-    finally:
-        engine.llm.collective_rpc("in_rank", args=(json.dumps({"ask": "uproot"}),))
-    engine.update(1)
-    assert engine.answers() == engine.fresh[2]
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        # unsloth-zoo #941: gate's adapter in the place of up's
-        "swap gate and up",
-        # SkyRL #2250: B scaled once more each time that it is put into a slot
-        "scale B twice",
-        # of an earlier version in the same slot, which had a larger rank
-        "leave what was behind the rank",
-        # the slot of another version
-        "leave the slot empty",
-        # an adapter that vLLM has dropped
-        "drop it",
-    ],
-)
-def test_a_slot_that_holds_anything_else_is_never_acknowledged(engine: Adapted, what: str) -> None:
-    engine.update(0)
-    engine.llm.collective_rpc("damage_slots", args=(what,))
-    try:
-        with pytest.raises(WeightBridgeError, match=r"is not what was published|is in no slot"):
-            engine.executor.update_weights(engine.publish(1))
-    finally:
-        engine.llm.collective_rpc("uproot_fault")
-    assert engine.answers() == engine.fresh[1]
-    engine.update(1)
-    assert engine.answers() == engine.fresh[2]
-
-
-def test_a_byte_that_changed_on_its_way_is_found_and_the_version_before_serves(
-    engine: Adapted,
-) -> None:
-    engine.update(0)
-    manifest = engine.publish(1)
-    flip_byte(arena_address(engine.bridge.publisher.end, manifest.update_id, manifest.handle))
-    with pytest.raises(ChecksumMismatch):
-        engine.executor.update_weights(manifest)
-    assert engine.answers() == engine.fresh[1]
-
-
-def test_a_second_driver_is_refused_by_name_and_takes_over_what_is_resident(
-    engine: Adapted,
-) -> None:
-    version = engine.update(0)
-    with RolloutExecutor(
-        weight_transport="shared-memory",
-        weight_install_adapter=VLLMEngineAdapter(engine.llm, timeout_s=60.0),
-    ) as second:
-        with pytest.raises(SessionRefused, match="one driver at a time"):
-            second.update_weights(engine.publish(1))
-        second.recover()
-        second.update_weights(engine.publish(1))
-        assert answers(engine.llm, lora_request=second.lora_request("policy")) == engine.fresh[2]
-        assert second.lora_request("policy", version).lora_name == f"policy@{version}"
-    engine.executor.recover()
-    engine.update(0)
-    assert engine.answers() == engine.fresh[1]
-
-
-def test_what_something_else_dropped_is_not_asked_for_and_the_next_version_lands(
-    engine: Adapted,
-) -> None:
-    engine.update(0)
-    engine.llm.collective_rpc("drop_adapters")
-    engine.executor.recover()
-    with pytest.raises(
-        UnknownUpdate, match=r"any version of adapter 'policy', expected one of \[\]"
-    ):
-        engine.executor.lora_request("policy")
-    engine.update(1)
-    assert engine.answers() == engine.fresh[2]
 
 
 # ---- the base below ------------------------------------------------------------------------------

@@ -153,12 +153,17 @@ class Bench(Stand):
         return [(folder / str(rank)).read_text("utf-8") for rank in range(self.ranks)]
 
     def _call(self, what: dict[str, Any], by: str = PLANT) -> None:
-        # SGLang's hook for loaders of the user's own brings tests into its process.
-        assert self.engine.begin_weight_update()[0]
-        named = [(json.dumps(what), torch.zeros(1))]
-        done = self.engine.update_weights_from_tensor(named, load_format=by, flush_cache=False)
-        assert done[0], done
-        assert self.engine.end_weight_update()[0]
+        call_in_ranks(self.engine, what, by)
+
+
+def call_in_ranks(engine: Any, what: dict[str, Any], by: str = PLANT) -> None:
+    """Call one of the tests' own functions in the schedulers' processes."""
+    # SGLang's hook for loaders of the user's own brings tests into its process.
+    assert engine.begin_weight_update()[0]
+    named = [(json.dumps(what), torch.zeros(1))]
+    done = engine.update_weights_from_tensor(named, load_format=by, flush_cache=False)
+    assert done[0], done
+    assert engine.end_weight_update()[0]
 
 
 def forget(engine: Any, api_key: str | None = None) -> None:

@@ -16,11 +16,14 @@ import torch
 
 from rl_bridge.engines import model_installer, staging, through
 from rl_bridge.engines.evidence import Places
+from rl_bridge.engines.lora_slots import SlotInstaller
 from rl_bridge.engines.model_installer import ModelInstaller
+from rl_bridge.engines.rank import ranks_of
 from rl_bridge.engines.sglang.host import tensor_group
 from rl_bridge.engines.staging import Exchange, Staged, TensorChange
 from rl_bridge.installers.snapshot import Snapshot
 from rl_bridge.testing import in_rank
+from tests.engines.adapter_suite import DAMAGES
 from tests.engines.faults import PlantedError, flip_byte, patch, uproot
 
 Named = tuple[str, torch.Tensor]
@@ -38,6 +41,47 @@ def ask(model: torch.nn.Module, named: list[Named]) -> None:
     """What `EngineSuite` asks of this rank; the answer is a file, by rank."""
     what = json.loads(named[0][0])
     Path(what["answer"], str(tensor_group().rank)).write_text(in_rank(model, what["text"]), "utf-8")
+
+
+def _damage_slot(what: str) -> Callable[[torch.nn.Module, int], None]:
+    """Let the slot of each adapter that is staged hold something else: see `AdapterSuite`."""
+
+    def damage(_: torch.nn.Module, __: int) -> None:
+        original = vars(SlotInstaller)["stage"]
+
+        def stage(installer: Any, version: Any, *given: Any) -> None:
+            original(installer, version, *given)
+            manager, slot = installer._manager, installer.slot_of(version)
+            layers = manager.lora_modules[0]
+            layer = next(one for name, one in layers.items() if name.endswith("gate_up_proj"))
+            first, b = layer.lora_a[slot], layer.lora_b[slot]
+            gate, up = b[: len(b) // 2], b[len(b) // 2 :]
+            if what == "swap gate and up":
+                kept = gate.clone()
+                gate.copy_(up)
+                up.copy_(kept)
+            elif what == "scale B twice":
+                gate.mul_(2)
+            elif what == "leave what was behind the rank":
+                first[-1, -1] = 1
+            elif what == "leave the slot empty":
+                for one in layers.values():
+                    one.lora_b[slot].zero_()
+            else:
+                installer.free_slot(version)
+
+        patch(SlotInstaller, "stage", stage)
+
+    return damage
+
+
+def drop_adapters(model: torch.nn.Module, _: int) -> None:
+    """Drop all adapters, behind the back of those who have installed them."""
+    for rank in ranks_of(model).values():
+        installer = rank.installer
+        if isinstance(installer, SlotInstaller):
+            for version in installer.residents.values():
+                installer.free_slot(version)
 
 
 def _around_load(
@@ -214,4 +258,6 @@ _POINTS: dict[str, Callable[[torch.nn.Module, int], None]] = {
     "corrupt": _corrupt,
     "staging": _staging,
     "undo": _undo,
+    "drop adapters": drop_adapters,
+    **{what: _damage_slot(what) for what in DAMAGES},
 }

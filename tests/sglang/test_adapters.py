@@ -1,19 +1,32 @@
-"""LoRA adapters of real SGLang engines, version after version: as a fresh engine that reads files."""
+"""LoRA adapters of real SGLang engines: each version answers as a fresh engine that reads files."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import RolloutExecutor, make_weight_bridge
+from rl_bridge.errors import IncompatibleUpdate, SlotsExhausted, WeightBridgeUnavailableError
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.sglang import SGLangInstallAdapter
+from rl_bridge.trainers import read_peft, write_peft
+from tests.engines.adapter_suite import Adapted, AdapterSuite, cut_to_rank, spec_of
 from tests.engines.models import ADAPTER, Checkpoints, Kind
-from tests.sglang.bench import CALL_S, Answers, Engines, answers_of
+from tests.sglang.bench import (
+    ASK,
+    CALL_S,
+    PROMPTS,
+    SAMPLING,
+    Answers,
+    Engines,
+    answers_of,
+    call_in_ranks,
+    executor_for,
+)
 
 LORA = {
     "enable_lora": True,
@@ -22,57 +35,55 @@ LORA = {
     "max_lora_rank": 16,
     "lora_target_modules": ADAPTER["target_modules"],
 }
+"""What the engines are started with; one slot is for requests without an adapter."""
 
 pytestmark = pytest.mark.timeout(600)  # engines start
+KIND = Kind("qwen3")
 
 
-@dataclass
-class Adapted:
-    """An engine, a trainer's bridge, and what a fresh engine answers with each adapter."""
+class SGLangAdapted(Adapted):
+    """An ``Engine``."""
 
-    engine: Any
-    executor: RolloutExecutor
-    bridge: TensorBridge
-    fresh: list[Answers]
-    """With no adapter, and with each of the two."""
-    weights: list[dict[str, torch.Tensor]]
-    count: int = 0
-    manifests: list[WeightUpdateManifest] = field(default_factory=list)
+    folder: Path
 
-    def publish(
-        self, number: int, changes: Mapping[str, torch.Tensor] | None = None, **config: Any
-    ) -> WeightUpdateManifest:
-        for earlier in self.manifests[-1:]:
-            self.bridge.release(earlier.update_id)
-        self.count += 1
-        spec = AdapterSpec.of_peft("policy", {**ADAPTER, **config}, [])
-        weights = {**self.weights[number], **(changes or {})}
-        manifest = self.bridge.publish(weights, weight_version=self.count, adapter=spec)
-        self.manifests = [*self.manifests[-1:], manifest]
-        return manifest
+    def asked(self, request: Any) -> Answers:
+        return answers_of(self.engine, request)
 
-    def update(self, number: int) -> int:
-        manifest = self.publish(number)
-        self.executor.update_weights(manifest)
-        return manifest.weight_version
+    def driver(self) -> SGLangInstallAdapter:
+        return SGLangInstallAdapter(self.engine, timeout_s=CALL_S)
 
-    def answers(self, version: int | None = None) -> Answers:
-        return answers_of(self.engine, self.executor.lora_request("policy", version))
+    def plant(self, step: str, rank: int) -> None:
+        self._ask({"ask": "plant", "step": step, "fault": "raises", "rank": rank})
+
+    def damage(self, what: str) -> None:
+        call_in_ranks(self.engine, {"point": what, "nth": 0, "rank": None})
+
+    def drop_all(self) -> None:
+        self.damage("drop adapters")
+
+    def uproot(self) -> None:
+        self._ask({"ask": "uproot"})
+        call_in_ranks(self.engine, {"point": "", "rank": None})
+
+    def _ask(self, what: dict[str, Any]) -> None:
+        call_in_ranks(self.engine, {"text": json.dumps(what), "answer": str(self.folder)}, ASK)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def engine(
-    request: pytest.FixtureRequest, engines: Engines, checkpoints: Checkpoints
-) -> Iterator[Adapted]:
+@contextmanager
+def adapted(
+    engines: Engines, checkpoints: Checkpoints, folder: Path, ranks: int
+) -> Iterator[SGLangAdapted]:
     folders = [checkpoints.adapter(number) for number in (0, 1)]
-    made = engines.start(Kind("qwen3"), 0, request.param, **LORA)
+    weights = [load_file(f"{one}/adapter_model.safetensors") for one in folders]
+    weights.append(cut_to_rank(read_peft(folders[1], "policy")[1], 4))
+    write_peft(str(folder / "small"), spec_of(weights[2]), weights[2])
+    made = engines.start(KIND, 0, ranks, **LORA)
     fresh = [answers_of(made)]
-    for number, folder in enumerate(folders):
-        assert made.load_lora_adapter(f"file{number}", folder).success
+    for number, path in enumerate([*folders, str(folder / "small")]):
+        assert made.load_lora_adapter(f"file{number}", path).success
         fresh.append(answers_of(made, f"file{number}"))
-    assert fresh[0] != fresh[1] != fresh[2]
-    weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]
-    made = engines.start(Kind("qwen3"), 0, request.param, **LORA)
+    assert all(one not in fresh[:index] for index, one in enumerate(fresh))
+    made = engines.start(KIND, 0, ranks, **LORA)
     with ExitStack() as stack:
         bridge = stack.enter_context(make_weight_bridge("shared-memory", suspicious="off"))
         executor = stack.enter_context(
@@ -82,19 +93,134 @@ def engine(
                 suspicious="off",
             )
         )
-        yield Adapted(made, executor, bridge, fresh, weights)
+        engine = SGLangAdapted(made, executor, bridge, fresh, weights, range(ranks))
+        engine.folder = folder
+        yield engine
 
 
-def test_every_version_answers_as_a_fresh_engine_that_read_it_from_files(engine: Adapted) -> None:
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def engine(
+    request: pytest.FixtureRequest,
+    engines: Engines,
+    checkpoints: Checkpoints,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[SGLangAdapted]:
+    with adapted(engines, checkpoints, tmp_path_factory.mktemp("asked"), request.param) as made:
+        yield made
+
+
+class TestSGLang(AdapterSuite):
+    """An ``Engine``, with one rank and with two."""
+
+
+def test_requests_name_the_active_version_or_one_that_is_resident_and_no_other(
+    engine: SGLangAdapted,
+) -> None:
+    first, second, third = engine.update(0), engine.update(1), engine.update(0)
+    assert engine.executor.lora_request("policy") == f"policy@{third}"
+    assert engine.asked("policy") == engine.fresh[1]
+    assert engine.asked(f"policy@{second}") == engine.fresh[2]
+    with pytest.raises(ValueError, match=f"policy@{first}"):
+        engine.asked(f"policy@{first}")
+    assert engine.asked("policy") == engine.fresh[1]
+
+
+def test_cached_prefixes_of_one_version_are_never_used_for_another(engine: SGLangAdapted) -> None:
+    seen: dict[int, list[Any]] = {0: [], 1: []}
     for number in (0, 1, 0, 1):
-        version = engine.update(number)
-        assert engine.answers() == engine.fresh[1 + number]
-        assert answers_of(engine.engine) == engine.fresh[0]
-        assert answers_of(engine.engine, "policy") == engine.fresh[1 + number]
-        ack = engine.executor.last_ack
-        assert ack is not None
-        assert (ack.weight_version, ack.proof.method, ack.proof.root) == (
-            version,
-            "digest",
-            engine.manifests[-1].root,
+        engine.update(number)
+        cached = []
+        for _ in range(2):  # the second time from the cache
+            (output,) = engine.engine.generate(
+                input_ids=[[7] * 100], sampling_params=SAMPLING, lora_path=["policy"]
+            )
+            cached.append(output["meta_info"]["cached_tokens"])
+            seen[number].append(output["output_ids"])
+        assert not cached[0]
+        assert cached[1] > 0
+    assert seen[0] == seen[0][:1] * 4
+    assert seen[1] == seen[1][:1] * 4
+    assert seen[0] != seen[1]
+
+
+def test_a_request_ends_under_the_version_that_it_began_with_and_keeps_its_slot(
+    engine: SGLangAdapted,
+) -> None:
+    """Requests of the three versions that have room are under way, and no further one is let in."""
+    tokens = {**SAMPLING, "max_new_tokens": 200}
+    due = []
+    for number in (0, 1):
+        engine.update(number)
+        due.append(ended(engine, [begun(engine, tokens)])[0])
+    asked = []
+    for number in (0, 1, 0):
+        engine.update(number)
+        asked.append(begun(engine, tokens))
+    manifest = engine.publish(1)
+    with pytest.raises(SlotsExhausted, match=r"4 slots, of which one is.*max_loras_per_batch"):
+        engine.executor.update_weights(manifest)
+    assert ended(engine, asked) == [due[0], due[1], due[0]]
+    engine.executor.update_weights(manifest)  # nothing was wrong with it
+    assert engine.answers() == engine.fresh[2]
+
+
+def begun(engine: SGLangAdapted, sampling: dict[str, Any]) -> Any:
+    """A request for the active version, of which the first token is here."""
+
+    async def begin() -> Any:
+        outputs = await engine.engine.async_generate(
+            input_ids=list(PROMPTS[0]),
+            sampling_params=sampling,
+            stream=True,
+            lora_path="policy",
         )
+        await anext(outputs)
+        return outputs
+
+    return engine.engine.loop.run_until_complete(begin())
+
+
+def ended(engine: SGLangAdapted, requests: list[Any]) -> list[list[int]]:
+    """The tokens of requests, when all have ended."""
+
+    async def end(outputs: Any) -> list[int]:
+        last: dict[str, Any] = {}
+        async for output in outputs:
+            last = output
+        return list(last["output_ids"])
+
+    return [engine.engine.loop.run_until_complete(end(one)) for one in requests]
+
+
+def test_adapters_stay_over_an_update_of_their_base_and_name_the_root_that_they_belong_to(
+    engines: Engines, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    other = engines.start(KIND, 1, 1, **LORA)
+    assert other.load_lora_adapter("file", checkpoints.adapter(0)).success
+    due = answers_of(other), answers_of(other, "file")
+    base = checkpoints.weights(KIND, 1)
+    with (
+        adapted(engines, checkpoints, tmp_path, 1) as engine,
+        make_weight_bridge("shared-memory") as trainer,
+    ):
+        engine.update(0)
+        manifest = trainer.publish(base, weight_version=1)
+        engine.executor.update_weights(manifest)
+        assert (engine.asked(None), engine.answers()) == due
+        spec = AdapterSpec.of_peft("policy", ADAPTER, [], base_root="0" * 32)
+        with pytest.raises(IncompatibleUpdate, match=f"holds root {manifest.root}"):
+            engine.executor.update_weights(engine.publish_as(spec, engine.weights[1]))
+        spec = AdapterSpec.of_peft("policy", ADAPTER, [], base_root=manifest.root)
+        engine.executor.update_weights(engine.publish_as(spec, engine.weights[0]))
+        assert engine.answers() == due[1]
+
+
+def test_an_engine_without_lora_refuses_and_says_how_to_start_it(
+    engines: Engines, checkpoints: Checkpoints
+) -> None:
+    weights = load_file(f"{checkpoints.adapter(0)}/adapter_model.safetensors")
+    made = engines.start(KIND, 0, 1)
+    with make_weight_bridge("shared-memory") as bridge, executor_for(made) as executor:
+        manifest = bridge.publish(weights, weight_version=1, adapter=spec_of(weights))
+        with pytest.raises(WeightBridgeUnavailableError, match="enable_lora=True"):
+            executor.update_weights(manifest)
