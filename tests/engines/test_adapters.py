@@ -101,7 +101,11 @@ def adapted(setting: Setting, checkpoints: Checkpoints, **options: Any) -> Itera
         yield VLLMAdapted(llm, executor, bridge, fresh, weights, range(setting.ranks))
 
 
-@pytest.fixture(scope="module", params=SETTINGS, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(SETTINGS[0], marks=pytest.mark.full), SETTINGS[1]],
+    ids=str,
+)
 def engine(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[VLLMAdapted]:
     with adapted(request.param, checkpoints) as made:
         yield made

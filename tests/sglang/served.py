@@ -47,7 +47,9 @@ class Served:
         """Call one route."""
         return self.client.request(method, path, **request)
 
-    def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[dict[str, Any]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], adapter: str | None = None, **sampling: Any
+    ) -> list[dict[str, Any]]:
         """What it answers to prompts that it computes together."""
         reply = self.call(
             "generate",
@@ -56,16 +58,17 @@ class Served:
                 "sampling_params": {**SAMPLING, **sampling},
                 "return_logprob": True,
                 "top_logprobs_num": 3,
+                "lora_path": None if adapter is None else [adapter] * len(prompts),
             },
         )
         assert reply.is_success, reply.text
         outputs: list[dict[str, Any]] = reply.json()
         return outputs
 
-    def answers(self) -> Answers:
+    def answers(self, adapter: str | None = None) -> Answers:
         """What it answers; no prefix of an earlier question is used."""
         forget(self.url, KEY)
-        return read(self.generate(PROMPTS))
+        return read(self.generate(PROMPTS, adapter))
 
     def sums(self) -> dict[str, str]:
         """SGLang's own checksums of all parameters."""
@@ -76,13 +79,18 @@ class Served:
         return str(self.call("model_info", method="GET").json()["weight_version"])
 
     def stream(
-        self, prompt: Sequence[int], tokens: int, on_first: Callable[[], None]
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        on_first: Callable[[], None],
+        adapter: str | None = None,
     ) -> dict[str, Any]:
         """One request's last output; tells when the first token is there."""
         body = {
             "input_ids": list(prompt),
             "sampling_params": {**SAMPLING, "max_new_tokens": tokens},
             "stream": True,
+            "lora_path": adapter,
         }
         last = ""
         with self.client.stream("POST", "generate", json=body) as reply:
@@ -99,11 +107,11 @@ class Served:
 
 
 @contextmanager
-def served(path: str, log: Path, ranks: int = 1) -> Iterator[Served]:
-    """Start it; it is killed with the block."""
+def served(path: str, log: Path, ranks: int = 1, **more: Any) -> Iterator[Served]:
+    """Start it, with these options beside the usual ones; it is killed with the block."""
     port = free_port()
     flags = ["--host", "127.0.0.1", "--port", str(port), "--admin-api-key", KEY, "--api-key", KEY]
-    for name, value in options(path, ranks).items():
+    for name, value in {**options(path, ranks), **more}.items():
         flags.append(f"--{name.replace('_', '-')}")
         if value is not True:
             flags += value if isinstance(value, list) else [str(value)]

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file
 
@@ -27,8 +28,9 @@ from tests.sglang.bench import (
     call_in_ranks,
     executor_for,
 )
+from tests.sglang.served import KEY, served
 
-LORA = {
+LORA: dict[str, Any] = {
     "enable_lora": True,
     "lora_backend": "torch_native",
     "max_loras_per_batch": 4,
@@ -98,7 +100,11 @@ def adapted(
         yield engine
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.full), 2],
+    ids=["tp1", "tp2"],
+)
 def engine(
     request: pytest.FixtureRequest,
     engines: Engines,
@@ -224,3 +230,48 @@ def test_an_engine_without_lora_refuses_and_says_how_to_start_it(
         manifest = bridge.publish(weights, weight_version=1, adapter=spec_of(weights))
         with pytest.raises(WeightBridgeUnavailableError, match="enable_lora=True"):
             executor.update_weights(manifest)
+
+
+def test_clients_of_a_server_get_the_active_version_and_end_under_the_one_that_they_began_with(
+    engines: Engines, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    engines.close()
+    folders = [checkpoints.adapter(number) for number in (0, 1)]
+    weights = [load_file(f"{one}/adapter_model.safetensors") for one in folders]
+    with (
+        served(checkpoints.path(KIND, 0), tmp_path / "log", **LORA) as server,
+        make_weight_bridge("shared-memory", suspicious="off") as bridge,
+        executor_for(server.url, api_key=KEY) as executor,
+    ):
+        due = [server.answers()]
+        for number, folder in enumerate(folders):
+            name = f"file{number}"
+            body = {"lora_name": name, "lora_path": folder}
+            assert server.call("load_lora_adapter", json=body).json()["success"]
+            due.append(server.answers(name))
+            assert server.call("unload_lora_adapter", json={"lora_name": name}).json()["success"]
+
+        def update(number: int, version: int) -> None:
+            manifest = bridge.publish(
+                weights[number], weight_version=version, adapter=spec_of(weights[number])
+            )
+            executor.update_weights(manifest)
+            bridge.release(manifest.update_id)
+
+        update(0, 1)
+        assert [server.answers(), server.answers("policy")] == due[:2]
+        alone = server.stream(PROMPTS[0], 200, lambda: None, "policy")["output_ids"]
+        come = iter((2, 3))
+
+        def update_twice() -> None:
+            for version in come:
+                update(1, version)
+
+        last = server.stream(PROMPTS[0], 200, update_twice, "policy")
+        assert last["output_ids"] == alone
+        assert server.answers("policy") == due[2]
+        update(0, 4)
+        update(1, 5)
+        wrong: dict[str, Any] = {"input_ids": PROMPTS[0], "lora_path": "policy@1"}
+        assert server.call("generate", json=wrong).status_code == httpx.codes.BAD_REQUEST
+        assert server.answers("policy@4") == due[1]
