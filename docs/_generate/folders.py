@@ -51,7 +51,7 @@ PATH: dict[str, tuple[str, ...]] = {
         "serving",
     ),
     "engines/vllm": ("engine_adapter", "client", "plugin", "host", "model_installer", "compat"),
-    "engines/sglang": ("engine_adapter", "client", "plugin", "host"),
+    "engines/sglang": ("engine_adapter", "client", "plugin", "host", "front", "lora"),
     "ray": ("actors", "publisher_endpoint", "fleet", "calls", "rollout_endpoint"),
     "remote": ("client", "signing", "gate", "app", "sidecar", "state"),
 }

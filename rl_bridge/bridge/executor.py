@@ -270,6 +270,36 @@ class RolloutExecutor:
         """
         # Without the lock, which an update has as long as it lasts: it may wait for calls on the
         # event loop in which this is asked.
+        return self._installed_lora(adapter).adapter.lora_request(version)
+
+    @deferred_interrupts()
+    def drop_adapter(self, adapter: str) -> None:
+        """Take a LoRA adapter out of the engine, with all of its versions; others stay.
+
+        No request can ask for it from now on, and those that have it are waited for. A later
+        version of that name begins anew.
+
+        Raises:
+            UnknownUpdate: this executor has installed no adapter of that name.
+            WeightUpdateRejectedError: an update is under way in this thread.
+            DeadlineExceeded: requests have it still, after the engine's timeout; nothing was
+                dropped.
+
+        """
+        with self._between_updates() as is_inside:
+            self._check_open()
+            if is_inside:
+                msg = f"adapter {adapter!r} is not dropped within an update. Call it afterwards."
+                raise WeightUpdateRejectedError(msg)
+            engine = self._installed_lora(adapter)
+            engine.adapter.drop_versions()
+            if engine.update_id is not None:
+                engine.release(engine.update_id)
+            engine.release_superseded()
+            engine.adapter.leave()
+            del self._lora[adapter]
+
+    def _installed_lora(self, adapter: str) -> EngineState:
         engine = self._lora.get(adapter)
         if engine is None:
             msg = (
@@ -277,7 +307,7 @@ class RolloutExecutor:
                 f"{sorted(self._lora)}. Install a version of it with update_weights first."
             )
             raise UnknownUpdate(msg)
-        return engine.adapter.lora_request(version)
+        return engine
 
     def check_servable(self) -> None:
         """Tell whether the engine may answer requests.

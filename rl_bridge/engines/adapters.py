@@ -241,8 +241,14 @@ class AdapterInstaller(RankInstaller):
     def release(self, update_id: str) -> None:
         """The engine has memory of its own."""
 
-    def retire(self, update_ids: Sequence[str]) -> None:
-        """Free the places of versions that nobody asks for; the serving one stays."""
+    def retire(self, update_ids: Sequence[str], *, ends: bool = False) -> None:
+        """Free the places of versions that nobody asks for; the serving one stays, unless it ends.
+
+        With `ends` the engine has no version of the adapter from now on.
+        """
+        if ends:
+            self.abandon()
+            self.serving = None
         for update_id in update_ids:
             if update_id != self.serving and (version := self.residents.pop(update_id, None)):
                 self.drop(version)
@@ -482,17 +488,40 @@ class AdapterDriver(EngineDriver):
         """Take the version back, when it is not offered any more and no request has it."""
         self._offer()
         if self._manifest is not None:
-            version, _ = self._next_known()
-            end = time.monotonic() + self._client.timeout_s
-            while version.number in self._front_end.adapters_in_use():
-                if time.monotonic() > end:
-                    msg = (
-                        f"adapter {version.label} is taken back, and requests have it still after "
-                        f"{self._client.timeout_s} s. Call recover() when they have ended."
-                    )
-                    raise DeadlineExceeded(msg)
-                time.sleep(_LOOK_S)
+            self._wait_until_unused(self._next_known()[1][:1])
         super()._undo_on_ranks(of_other_driver=of_other_driver)
+
+    def drop_versions(self) -> None:
+        """Take all versions out of the engine, when no request has one. See `TransactionalAdapter`.
+
+        Raises:
+            DeadlineExceeded: requests have one still; none was dropped, and none is offered.
+
+        """
+        super()._ensure_session()
+        self._describe_ranks()
+        (_, residents), self._known = self._known, (None, ())
+        self._offer()
+        self._wait_until_unused(residents)
+        time.sleep(_LOOK_S)  # a front end may forget a request a moment before its engine does
+        gone = [*(one.update_id for one in residents), *self._partly]
+        self._client.ask("retire", update_ids=gone, ends=True)
+        self._partly = []
+
+    def _wait_until_unused(self, versions: Sequence[Resident]) -> None:
+        """Wait until no request has one of these versions, which are not offered any more."""
+        end = time.monotonic() + self._client.timeout_s
+        numbers = {one.number: one.label for one in versions}
+        while used := numbers.keys() & self._front_end.adapters_in_use():
+            if time.monotonic() > end:
+                labels = sorted(numbers[one] for one in used)
+                msg = (
+                    f"adapters {labels} are taken back, and requests have them still after "
+                    f"{self._client.timeout_s} s. Try again when they have ended: by recover() or "
+                    "drop_adapter()."
+                )
+                raise DeadlineExceeded(msg)
+            time.sleep(_LOOK_S)
 
     def take_over(self) -> bool:
         """Take the engine, and offer what it holds. See `EngineDriver`."""

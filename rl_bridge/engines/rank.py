@@ -76,8 +76,11 @@ class RankInstaller(TransactionalAdapter):
         """The parts of an update's tensors that the model takes."""
         return []
 
-    def retire(self, update_ids: Sequence[str]) -> None:
-        """Drop versions that the engine holds beside the active one, if it holds several."""
+    def retire(self, update_ids: Sequence[str], *, ends: bool = False) -> None:
+        """Drop versions that the engine holds beside the active one, if it holds several.
+
+        With `ends`, the active one too.
+        """
 
     def begin(self) -> None:
         """The engine's own loader writes into the model from now on: `undo` brings it back.
@@ -594,6 +597,8 @@ _VERBS: Mapping[str, Callable[[EngineRank, Payload], Reply | None]] = {
     "undo": lambda rank, given: rank.undo(_reason(given)),
     "abandon": lambda rank, given: rank.abandon(_reason(given)),
     "commit": lambda rank, given: rank.commit(_text(given, "update_id")),
-    "retire": lambda rank, given: rank.installer.retire(given.get("update_ids") or []),
+    "retire": lambda rank, given: rank.installer.retire(
+        given.get("update_ids") or [], ends=bool(given.get("ends"))
+    ),
     "leave": lambda rank, _: rank.session.leave(),
 }

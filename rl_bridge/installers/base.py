@@ -189,6 +189,14 @@ class TransactionalAdapter(ABC):
         )
         raise IncompatibleUpdate(msg)
 
+    def drop_versions(self) -> None:  # noqa: B027 - most have nothing to drop
+        """Take all versions out of the engine, where it is a LoRA adapter that this installs.
+
+        Raises:
+            DeadlineExceeded: requests have one still; none was dropped.
+
+        """
+
     def lora_request(self, version: int | None) -> Any:
         """What requests name a version by, where it is a LoRA adapter that this installs.
 

@@ -185,6 +185,24 @@ class AdapterSuite:
         engine.executor.update_weights(engine.publish_as(spec, weights))
         assert engine.answers() == due
 
+    def test_an_adapter_that_ends_leaves_its_slots_and_others_notice_nothing(
+        self, engine: Adapted
+    ) -> None:
+        engine.update(0)
+        engine.update(1)
+        engine.update(1, name="other")
+        engine.executor.drop_adapter("policy")
+        with pytest.raises(UnknownUpdate, match=r"no LoRA adapter 'policy'.*\['other'\]"):
+            engine.executor.lora_request("policy")
+        for number in (0, 1, 0):  # it begins anew, with room for all of its versions
+            engine.update(number)
+            assert engine.answers() == engine.fresh[1 + number]
+            assert engine.answers("other") == engine.fresh[2]
+            if number:
+                engine.executor.drop_adapter("policy")
+        engine.executor.drop_adapter("other")
+        assert engine.answers() == engine.fresh[1]
+
     @pytest.mark.parametrize(
         ("changes", "message"),
         [

@@ -244,3 +244,7 @@ def test_a_server_without_rl_bridge_takes_files_and_the_acknowledgement_says_unp
         assert executor.adapter_version("policy") == manifest.weight_version
         assert adapted.server.answers(model=f"policy@{manifest.weight_version}") == adapted.fresh[2]
         assert not [path for path in tmp_path.iterdir() if str(bad.weight_version) in path.name]
+        executor.drop_adapter("policy")
+        body = {"model": f"policy@{manifest.weight_version}", "prompt": PROMPTS[0]}
+        reply = adapted.server.call("v1/completions", json=body)
+        assert reply.status_code == httpx.codes.NOT_FOUND

@@ -159,6 +159,12 @@ class _OneAdapter(TransactionalAdapter):
             except WeightBridgeError:  # the new version stands all the same
                 _LOG.exception("adapter %s was not unloaded", old.label)
 
+    def drop_versions(self) -> None:
+        """Have the server forget all versions. See `TransactionalAdapter`."""
+        while self._residents:
+            self._call(_UNLOAD, lora_name=self._residents[-1].label, may_lack=True)
+            self._residents.pop()
+
     def lora_request(self, version: int | None) -> str:
         """The name of a resident version; None is the active one.
 
