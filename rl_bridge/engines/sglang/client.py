@@ -24,7 +24,8 @@ from rl_bridge.engines.rpc import (
     too_late,
 )
 from rl_bridge.engines.sglang import MINIMUM, SGLANG, require
-from rl_bridge.engines.sglang.plugin import FRONT, NAME, call_text, reply_text
+from rl_bridge.engines.sglang.front import FRONT
+from rl_bridge.engines.sglang.plugin import NAME, call_text, reply_text
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
 
 Answer = tuple[bool, str]

@@ -15,6 +15,8 @@ from typing import Any
 from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.sglang import require
 
+FRONT = "rl_bridge-front:"
+"""Begins the names of the weights that this process answers itself; the rest is a call as JSON."""
 _STATE = "_rl_bridge_adapters"
 
 

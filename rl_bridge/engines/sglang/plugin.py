@@ -23,8 +23,6 @@ _LOG = logging.getLogger(__name__)
 NAME = "rl_bridge"
 """Name of the entry point: where ``SGLANG_PLUGINS`` is set, it must be in there."""
 PREFIX = "rl_bridge:"
-FRONT = "rl_bridge-front:"
-"""Begins the names that the tokenizer process answers, which takes the engine's requests."""
 SENDER = "rl_bridge_sender"
 """Where a bucket of tensors tells its `sender`; a group and a folder have that in their names."""
 _SENDER = re.compile(r"rl_bridge-([0-9a-f]{32})")
@@ -99,10 +97,10 @@ def _as_numbers(text: str) -> list[float]:
 
 
 async def _fronted(original: Callable[..., Any], manager: Any, request: Any, *more: Any) -> Any:
+    from rl_bridge.engines.sglang.front import FRONT, answer_front
+
     if not request.name.startswith(FRONT):
         return await original(manager, request, *more)
-    from rl_bridge.engines.sglang.front import answer_front
-
     registry = getattr(manager, "lora_registry", None)
     return _as_numbers(await answer_front(registry, request.name.removeprefix(FRONT)))
 
