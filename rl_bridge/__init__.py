@@ -76,6 +76,7 @@ __version__ = "0.1.0"
 
 FACES = (
     "bridge",
+    "compat.skyrl",
     "engines",
     "errors",
     "groups",

@@ -39,6 +39,7 @@ LAYERS = {
     "engines": 10,
     "hooks": 10,
     "ray": 10,
+    "compat": 11,
     "remote": 11,
     "testing": 11,
     **dict.fromkeys(ENGINES, 11),  # their public modules

@@ -1,5 +1,6 @@
 """What the ranks of the peft tests run."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from rl_bridge import (
     WeightExtractor,
     make_weight_bridge,
 )
+from rl_bridge.compat.skyrl import LoRAConfig, LoRADiskWriter
 from rl_bridge.errors import IncompatibleUpdate
 from tests.trainers_torch.counting import Collectives
 from tests.trainers_torch.publishing import publisher_at
@@ -115,6 +117,12 @@ def published_adapter(trainer: str, port: int) -> Any:
         "spec": [spec.name, spec.config["r"], spec.scaling],
         "collectives": len(asked.names),
     }
+
+
+def written_for_skyrl(folder: str) -> Any:
+    """What each rank of a sharded trainer gets that writes its adapter as SkyRL does."""
+    writer = LoRADiskWriter(LoRAConfig(rank=2, lora_sync_path=Path(folder)))
+    return writer.write(adapter_extractor("fsdp2"), weight_version=3)
 
 
 def expected(adapters: str) -> Any:

@@ -1,0 +1,207 @@
+"""SkyRL's sync of a LoRA adapter by files: its configuration and request, and a proof.
+
+SkyRL's trainer writes the adapter into ``lora_sync_path``, a directory that all workers see, and
+sends a request without tensors, whose only name is ``lora_disk_load``; its engine has vLLM load the
+directory. Here every version has a directory of its own below that path, written whole or not at
+all. The engine's side reads it, and installs it as a version of an adapter: in memory, on all ranks
+or none, proven, and undone if anything fails. Names and fields are those of SkyRL's weight sync
+(``trainer.policy.model.lora``, ``names``, ``extras``).
+
+    lora = LoRAConfig(rank=8, alpha=16, lora_sync_path="/mnt/shared/lora")
+    writer = LoRADiskWriter(lora)                              # trainer, on each rank
+    if lora.is_lora:
+        request = writer.write(extractor, weight_version=step)
+        if request is not None:                                # on rank 0
+            client.update_named_weights(request)
+        return                                                 # the base stays as it is
+
+    loader = LoRADiskLoader(VLLMEngineAdapter(llm))            # engine
+    if is_lora_disk_loading_request(request):
+        loader.load(request)
+        llm.generate(prompts, params, lora_request=loader.lora_request())
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from rl_bridge.bridge import RolloutExecutor, TensorBridge, make_weight_bridge
+from rl_bridge.errors import IncompatibleUpdate, MalformedManifest
+from rl_bridge.installers import TransactionalAdapter
+from rl_bridge.trainers import StateDictExtractor, WeightExtractor, read_peft, write_peft
+
+__all__ = [
+    "LORA_DISK_LOAD",
+    "LoRAConfig",
+    "LoRADiskLoader",
+    "LoRADiskWriter",
+    "is_lora_disk_loading_request",
+]
+
+LORA_DISK_LOAD = "lora_disk_load"
+"""The only name in a request that tells of a directory."""
+_PATH, _VERSION = "lora_disk_path", "weight_version"
+_KEPT = 2  # an engine may be reading the one before
+
+
+class LoRAConfig(BaseModel):
+    """SkyRL's ``trainer.policy.model.lora``.
+
+    Attributes:
+        rank: of the adapter; 0 is training without LoRA.
+        alpha: numerator of the scaling.
+        dropout: in training.
+        lora_sync_path: directory that trainer and engines see under the same path.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(default=0, ge=0)
+    alpha: float = Field(default=16.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    lora_sync_path: Path = Path("/tmp/skyrl_lora_sync")  # noqa: S108 - SkyRL's own default
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether an adapter is trained: the base's weights are not sent then."""
+        return self.rank > 0
+
+
+def is_lora_disk_loading_request(request: Mapping[str, Any]) -> bool:
+    """Whether a request tells of a directory, instead of tensors."""
+    return list(request.get("names") or [])[:1] == [LORA_DISK_LOAD]
+
+
+class LoRADiskWriter:
+    """The trainer's side, on each of its ranks."""
+
+    def __init__(self, config: LoRAConfig, *, adapter: str = "policy") -> None:
+        """Configure; nothing is written.
+
+        Args:
+            config: SkyRL's.
+            adapter: name of the adapter, which its directories begin with.
+
+        """
+        self._config = config
+        self._adapter = adapter
+        self._written: list[Path] = []
+
+    def write(self, source: Any, weight_version: int) -> dict[str, Any] | None:
+        """Write a version of the adapter; returns the request for the engines, on rank 0.
+
+        Every rank of a sharded trainer calls it: the adapter's tensors are gathered. Directories of
+        versions older than the one before are removed.
+
+        Args:
+            source: a PEFT model, or an extractor with ``adapter=``, such as
+                ``FSDPWeightExtractor(model, adapter="policy")``.
+            weight_version: of the trainer.
+
+        Raises:
+            IncompatibleUpdate: no adapter; or one of another rank than configured.
+            WeightBridgeUnavailableError: the directory cannot be written.
+
+        """
+        extractor = source
+        if not isinstance(source, WeightExtractor):
+            extractor = StateDictExtractor(source, adapter=self._adapter)
+        tensors: dict[str, torch.Tensor] = {}
+        for chunk in extractor.full():
+            # (On the CPU at once: a chunk's memory may be the next one's.)
+            whole = zip(chunk.names, chunk.tensors, strict=True)
+            tensors |= {name: one.cpu().clone() for name, one in whole}
+        spec = extractor.adapter
+        if spec is None:
+            msg = (
+                "the extractor gives a model's weights, expected an adapter. Make it with adapter=."
+            )
+            raise IncompatibleUpdate(msg)
+        shapes = {name: tuple(one.shape) for name, one in tensors.items()}
+        ranks = {pair.rank for pair in spec.pairs(shapes)}
+        if ranks != {self._config.rank}:
+            msg = (
+                f"adapter {spec.name!r} has rank {sorted(ranks)}, and lora.rank is "
+                f"{self._config.rank}. Set lora.rank to the adapter's."
+            )
+            raise IncompatibleUpdate(msg)
+        if torch.distributed.is_initialized() and torch.distributed.get_rank():
+            return None
+        home = self._config.lora_sync_path
+        home.mkdir(parents=True, exist_ok=True)
+        folder = home / f"{self._adapter}-{weight_version}"
+        write_peft(folder, spec, tensors)
+        self._written.append(folder)
+        while len(self._written) > _KEPT:
+            shutil.rmtree(self._written.pop(0), ignore_errors=True)
+        extra = {_PATH: str(folder), _VERSION: weight_version}
+        return {"names": [LORA_DISK_LOAD], "extras": [extra]}
+
+
+class LoRADiskLoader:
+    """The engine's side: what a request's directory holds becomes the version that serves."""
+
+    def __init__(self, engine: TransactionalAdapter, *, adapter: str = "policy") -> None:
+        """Open a bridge of its own for what is read.
+
+        Args:
+            engine: such as ``VLLMEngineAdapter(llm)`` or ``SGLangInstallAdapter(engine)``.
+            adapter: under which name it is installed.
+
+        """
+        self.adapter = adapter
+        self._bridge: TensorBridge = make_weight_bridge("shared-memory", suspicious="off")
+        self.executor = RolloutExecutor(weight_install_adapter=engine, suspicious="off")
+        self._version = -1
+
+    def load(self, request: Mapping[str, Any]) -> int:
+        """Read the directory and install it; returns its version. On failure the one before serves.
+
+        A request of SkyRL's own trainer names no version: it gets the next number.
+
+        Raises:
+            MalformedManifest: a request without a directory; damaged files.
+            IncompatibleUpdate: no adapter that the engine can serve.
+            WeightBridgeUnavailableError: the directory is not here.
+            WeightBridgeError: as for `RolloutExecutor.update_weights`.
+
+        """
+        extra: Mapping[str, Any] = next(iter(request.get("extras") or []), {})
+        if not is_lora_disk_loading_request(request) or not isinstance(extra.get(_PATH), str):
+            msg = (
+                f"the request has names {list(request.get('names') or [])[:3]}, expected "
+                f"[{LORA_DISK_LOAD!r}] and extras with {_PATH!r}. Send requests with tensors to "
+                "the weights' own loader."
+            )
+            raise MalformedManifest(msg)
+        spec, tensors = read_peft(extra[_PATH], self.adapter)
+        version = int(extra.get(_VERSION, self._version + 1))
+        manifest = self._bridge.publish(tensors, weight_version=version, adapter=spec)
+        self._version = version
+        try:
+            self.executor.update_weights(manifest)
+        finally:
+            self._bridge.release(manifest.update_id)
+        return version
+
+    def lora_request(self, version: int | None = None) -> Any:
+        """What a request names the active version by: see `RolloutExecutor.lora_request`."""
+        return self.executor.lora_request(self.adapter, version)
+
+    def close(self) -> None:
+        """Leave the engine, which goes on with what it has."""
+        self.executor.close()
+        self._bridge.close()
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Close."""
+        self.close()
