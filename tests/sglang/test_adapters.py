@@ -29,6 +29,8 @@ from tests.sglang.bench import (
     executor_for,
 )
 from tests.sglang.served import KEY, served
+from tests.trainers_torch.elsewhere import PYTHON, Elsewhere
+from tests.trainers_torch.publishing import RealTrainer
 
 LORA: dict[str, Any] = {
     "enable_lora": True,
@@ -196,6 +198,27 @@ def ended(engine: SGLangAdapted, requests: list[Any]) -> list[list[int]]:
         return list(last["output_ids"])
 
     return [engine.engine.loop.run_until_complete(end(one)) for one in requests]
+
+
+@pytest.mark.skipif(
+    not Path(PYTHON).exists(), reason=f"needs {PYTHON}, which `make test-sglang` makes"
+)
+def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_gathers(
+    engine: SGLangAdapted, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    paths = [checkpoints.path(KIND, 0), *(checkpoints.adapter(number) for number in (0, 1))]
+    with (
+        Elsewhere(2, tmp_path, "tests.trainers_torch.publishing", PYTHON, "peft") as ranks,
+        executor_for(engine.engine, take_over=True) as executor,
+    ):
+        trainer = RealTrainer(ranks, "begin_adapter", paths, transport="shared-memory")
+        for number in (1, 0, 1):
+            manifest = trainer.publish(number)
+            executor.update_weights(manifest)
+            assert engine.asked(executor.lora_request("policy")) == engine.fresh[1 + number]
+        assert trainer.told(manifest) >= {("sglang", rank, "released") for rank in engine.ranks}
+        assert trainer.asked == []
+    engine.executor.recover()
 
 
 def test_adapters_stay_over_an_update_of_their_base_and_name_the_root_that_they_belong_to(
