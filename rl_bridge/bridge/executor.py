@@ -276,8 +276,8 @@ class RolloutExecutor:
     def drop_adapter(self, adapter: str) -> None:
         """Take a LoRA adapter out of the engine, with all of its versions; others stay.
 
-        No request can ask for it from now on, and those that have it are waited for. A later
-        version of that name begins anew.
+        No request can ask for it from now on, and those that have it are waited for (vLLM does
+        that itself where it got the adapter by files). A later version of that name begins anew.
 
         Raises:
             UnknownUpdate: this executor has installed no adapter of that name.

@@ -21,6 +21,7 @@ or none, proven, and undone if anything fails. Names and fields are those of Sky
         llm.generate(prompts, params, lora_request=loader.lora_request())
 """
 
+import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,8 +30,8 @@ from typing import Any, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from rl_bridge.bridge import RolloutExecutor, TensorBridge, make_weight_bridge
-from rl_bridge.errors import IncompatibleUpdate, MalformedManifest
+from rl_bridge.bridge import RolloutExecutor, make_weight_bridge
+from rl_bridge.errors import IncompatibleUpdate, MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.installers import TransactionalAdapter
 from rl_bridge.trainers import StateDictExtractor, WeightExtractor, read_peft, write_peft
 
@@ -90,13 +91,15 @@ class LoRADiskWriter:
         """
         self._config = config
         self._adapter = adapter
+        # A trainer that begins anew at an earlier step meets directories of the one before.
+        self._token = secrets.token_hex(4)
         self._written: list[Path] = []
 
     def write(self, source: Any, weight_version: int) -> dict[str, Any] | None:
         """Write a version of the adapter; returns the request for the engines, on rank 0.
 
-        Every rank of a sharded trainer calls it: the adapter's tensors are gathered. Directories of
-        versions older than the one before are removed.
+        Every rank of a sharded trainer calls it: the adapter's tensors are gathered. Of what this
+        writer wrote, all but the last two directories are removed.
 
         Args:
             source: a PEFT model, or an extractor with ``adapter=``, such as
@@ -133,8 +136,12 @@ class LoRADiskWriter:
         if torch.distributed.is_initialized() and torch.distributed.get_rank():
             return None
         home = self._config.lora_sync_path
-        home.mkdir(parents=True, exist_ok=True)
-        folder = home / f"{self._adapter}-{weight_version}"
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            msg = f"lora_sync_path {home} cannot be made: {error.strerror}. Name another one."
+            raise WeightBridgeUnavailableError(msg) from error
+        folder = home / f"{self._adapter}-{weight_version}-{self._token}"
         write_peft(folder, spec, tensors)
         self._written.append(folder)
         while len(self._written) > _KEPT:
@@ -147,7 +154,7 @@ class LoRADiskLoader:
     """The engine's side: what a request's directory holds becomes the version that serves."""
 
     def __init__(self, engine: TransactionalAdapter, *, adapter: str = "policy") -> None:
-        """Open a bridge of its own for what is read.
+        """Configure; nothing is read.
 
         Args:
             engine: such as ``VLLMEngineAdapter(llm)`` or ``SGLangInstallAdapter(engine)``.
@@ -155,7 +162,6 @@ class LoRADiskLoader:
 
         """
         self.adapter = adapter
-        self._bridge: TensorBridge = make_weight_bridge("shared-memory", suspicious="off")
         self.executor = RolloutExecutor(weight_install_adapter=engine, suspicious="off")
         self._version = -1
 
@@ -181,12 +187,12 @@ class LoRADiskLoader:
             raise MalformedManifest(msg)
         spec, tensors = read_peft(extra[_PATH], self.adapter)
         version = int(extra.get(_VERSION, self._version + 1))
-        manifest = self._bridge.publish(tensors, weight_version=version, adapter=spec)
-        self._version = version
-        try:
+        # One for each load: a request that failed may come again, and a trainer may go back a step.
+        with make_weight_bridge("shared-memory", suspicious="off") as bridge:
+            manifest = bridge.publish(tensors, weight_version=version, adapter=spec)
             self.executor.update_weights(manifest)
-        finally:
-            self._bridge.release(manifest.update_id)
+            bridge.release(manifest.update_id)
+        self._version = version
         return version
 
     def lora_request(self, version: int | None = None) -> Any:
@@ -196,7 +202,6 @@ class LoRADiskLoader:
     def close(self) -> None:
         """Leave the engine, which goes on with what it has."""
         self.executor.close()
-        self._bridge.close()
 
     def __enter__(self) -> Self:
         """Use as a context manager."""

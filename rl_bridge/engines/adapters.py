@@ -486,6 +486,8 @@ class AdapterDriver(EngineDriver):
 
     def _undo_on_ranks(self, *, of_other_driver: bool) -> None:
         """Take the version back, when it is not offered any more and no request has it."""
+        # Refused if another driver has the engine: what that one offers must stay.
+        self._client.ask("retire", update_ids=[])
         self._offer()
         if self._manifest is not None:
             self._wait_until_unused(self._next_known()[1][:1])

@@ -288,8 +288,8 @@ def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_ga
 def test_a_directory_that_skyrl_names_is_installed_and_proven_and_a_bad_one_changes_nothing(
     engine: VLLMAdapted, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    def request(folder: str) -> dict[str, Any]:
-        return {"names": ["lora_disk_load"], "extras": [{"lora_disk_path": folder}]}
+    def request(folder: str, **version: int) -> dict[str, Any]:
+        return {"names": ["lora_disk_load"], "extras": [{"lora_disk_path": folder, **version}]}
 
     with LoRADiskLoader(VLLMEngineAdapter(engine.engine, timeout_s=60.0, take_over=True)) as loader:
         for number in (1, 0):
@@ -305,6 +305,10 @@ def test_a_directory_that_skyrl_names_is_installed_and_proven_and_a_bad_one_chan
         with pytest.raises(WeightBridgeUnavailableError, match="cannot be read as an adapter"):
             loader.load(request(str(tmp_path / "none")))
         assert engine.asked(loader.lora_request()) == engine.fresh[1]
+        for version in (7, 3):  # a trainer that goes back to an earlier step
+            loader.load(request(checkpoints.adapter(1), weight_version=version))
+            assert loader.executor.adapter_version("policy") == version
+        assert engine.asked(loader.lora_request()) == engine.fresh[2]
     engine.executor.recover()
 
 

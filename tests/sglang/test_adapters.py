@@ -1,8 +1,10 @@
 """LoRA adapters of real SGLang engines: each version answers as a fresh engine that reads files."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,16 @@ import pytest
 from safetensors.torch import load_file
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
-from rl_bridge.errors import IncompatibleUpdate, SlotsExhausted, WeightBridgeUnavailableError
+from rl_bridge.engines.adapters import Resident
+from rl_bridge.engines.sglang.client import connect
+from rl_bridge.engines.sglang.front import acquire, offered_by
+from rl_bridge.errors import (
+    DeadlineExceeded,
+    IncompatibleUpdate,
+    SlotsExhausted,
+    UnknownUpdate,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.trainers import read_peft, write_peft
@@ -170,6 +181,66 @@ def test_a_request_ends_under_the_version_that_it_began_with_and_keeps_its_slot(
     assert ended(engine, asked) == [due[0], due[1], due[0]]
     engine.executor.update_weights(manifest)  # nothing was wrong with it
     assert engine.answers() == engine.fresh[2]
+
+
+def test_an_adapter_that_requests_have_still_is_dropped_when_they_have_ended(
+    engine: SGLangAdapted,
+) -> None:
+    engine.update(0)
+    client = connect(engine.engine, timeout_s=CALL_S)
+    with executor_for(engine.engine, timeout_s=2.0, take_over=True) as executor:
+        executor.update_weights(engine.publish(1))
+        asked = begun(engine, {**SAMPLING, "max_new_tokens": 100})
+        client.pause("in_place")
+        with pytest.raises(DeadlineExceeded, match=r"policy@.*requests have them still"):
+            executor.drop_adapter("policy")
+        client.resume()
+        with pytest.raises(ValueError, match="policy"):  # it is offered no more
+            engine.asked("policy")
+        assert len(ended(engine, [asked])[0]) == 100
+        executor.drop_adapter("policy")
+    engine.executor.recover()
+    engine.update(1)
+    assert engine.answers() == engine.fresh[2]
+
+
+def test_what_sglang_s_own_call_unloaded_is_offered_no_more_and_the_next_version_lands(
+    engine: SGLangAdapted,
+) -> None:
+    engine.update(0)
+    assert engine.engine.unload_lora_adapter("policy").success
+    engine.executor.recover()
+    with pytest.raises(UnknownUpdate):
+        engine.executor.lora_request("policy")
+    engine.update(1)
+    assert engine.answers() == engine.fresh[2]
+    assert engine.asked("policy") == engine.fresh[2]
+
+
+def test_a_version_whose_name_is_being_looked_up_counts_as_used() -> None:
+    """SGLang may wait between the lookup of a name and its count."""
+    from sglang.srt.lora.lora_registry import LoRARegistry
+
+    version = Resident("policy", 7, "ab" * 16)
+
+    async def look() -> None:
+        registry = LoRARegistry()
+        offered = offered_by(registry)
+        await offered.offer("policy", version.label, [asdict(version)])
+        async with registry._counters[version.update_id]._condition:
+            asking = asyncio.create_task(acquire(LoRARegistry.acquire, registry, "policy"))
+            await asyncio.wait({asking}, timeout=0.05)
+            assert not asking.done()
+            await offered.offer("policy", None, [])
+            assert offered.used() == [version.number]
+        assert await asking == version.update_id
+        assert offered.used() == [version.number]
+        await registry.release(version.update_id)
+        assert offered.used() == []
+        with pytest.raises(ValueError, match="policy"):
+            await registry.acquire("policy")
+
+    asyncio.run(look())
 
 
 def begun(engine: SGLangAdapted, sampling: dict[str, Any]) -> Any:

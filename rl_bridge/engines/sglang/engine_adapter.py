@@ -128,7 +128,7 @@ class SGLangInstallAdapter(EngineDriver):
         """What brings versions of a LoRA adapter into the engine, beside its weights.
 
         Raises:
-            WeightBridgeUnavailableError: the engine was started without LoRA.
+            WeightBridgeUnavailableError: the engine does not have our plugin.
 
         """
         assert isinstance(self.client, SGLangClient)  # as `connect` made it

@@ -47,32 +47,34 @@ class OfferedAdapters:
         named = {one.label: one for one in versions}
         if active is not None:
             named[adapter] = named[active]
-        registry, before = self._registry, self._ours.get(adapter, {})
+        registry = self._registry
         kind = require("sglang.srt.lora.lora_registry").LoRARef
         async with registry._registry_lock.writer_lock:  # noqa: SLF001 - SGLang offers no more
             table, counters = registry._registry, registry._counters  # noqa: SLF001 - as above
+            before = self._ours.get(adapter, {})
             if taken := sorted(({adapter, *named} - before.keys()) & table.keys()):
                 msg = f"the engine serves these names already: {taken}. Unload them first"
                 raise ValueError(msg)
             for name in before:
-                del table[name]
+                table.pop(name, None)  # SGLang's own calls may have unloaded it
             for name, one in named.items():
                 table[name] = kind(one.update_id, name, one.path, True)  # noqa: FBT003 - pinned
                 if one.update_id not in counters:
                     counters[one.update_id] = require("sglang.srt.utils").ConcurrentCounter()
                 self._numbers[one.update_id] = one.number
-        self._ours[adapter] = named
+            self._ours[adapter] = named
 
     def used(self) -> list[int]:
         """Our ids of the versions that a request has; all of them while a name is looked up."""
-        counters = self._registry._counters  # noqa: SLF001 - SGLang offers no more
         offered = {one.update_id for named in self._ours.values() for one in named.values()}
-        for uid in list(self._numbers):
-            if uid not in offered and not self.lookups and not counters[uid].value():
-                del counters[uid], self._numbers[uid]
-        return sorted(
-            number for uid, number in self._numbers.items() if self.lookups or counters[uid].value()
-        )
+        counters = self._registry._counters  # noqa: SLF001 - SGLang offers no more
+        # (One without a counter was unloaded by SGLang's own calls, which wait for its requests.)
+        counts = {uid: counters[uid].value() if uid in counters else 0 for uid in self._numbers}
+        for uid, count in counts.items():
+            if uid not in offered and not count and not self.lookups:
+                counters.pop(uid, None)
+                del self._numbers[uid]
+        return sorted(n for uid, n in self._numbers.items() if self.lookups or counts[uid])
 
 
 def offered_by(registry: Any) -> OfferedAdapters:

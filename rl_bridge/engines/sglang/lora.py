@@ -18,7 +18,11 @@ import torch
 from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.lora_slots import Place, Places, SlotInstaller
 from rl_bridge.engines.sglang import require
-from rl_bridge.errors import SlotsExhausted, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    SlotsExhausted,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
 from rl_bridge.manifest.adapter import LoRAPair
 
 # Layers whose slots are understood here, by their classes' names: with the modules of each.
@@ -144,7 +148,13 @@ class SGLangAdapterInstaller(SlotInstaller):
         """Take a version out of SGLang's books. See `SlotInstaller`."""
         ref = self._manager.lora_refs.get(version.update_id)
         if ref is not None:
-            self._manager.unload_lora_adapter(ref)
+            done = self._manager.unload_lora_adapter(ref)
+            if not done.success:
+                msg = (
+                    f"SGLang did not unload adapter {version.label} ({done.error_message}), so its "
+                    "slot is lost. See the engine's log; start it anew."
+                )
+                raise WeightUpdateRejectedError(msg)
 
     def free_places(self) -> int:
         """Slots that are free, less the one that SGLang wants for requests without an adapter."""
