@@ -126,7 +126,9 @@ def held() -> dict[int, tuple[int, int]]:
         status = dict(
             line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
         )
-        found[pid] = len(list(Path(f"/proc/{pid}/fd").iterdir())), int(status["RssAnon"].split()[0])
+        if "RssAnon" in status:  # else it has ended, and nobody has asked for its exit yet
+            memory = int(status["RssAnon"].split()[0])
+            found[pid] = len(list(Path(f"/proc/{pid}/fd").iterdir())), memory
     return found
 
 
