@@ -45,6 +45,7 @@ _LOG = logging.getLogger(__name__)
 _LOOK_S = 0.05
 # Ids of ours are above those that people count by hand, and fit into 31 bits.
 _FIRST_ID = 1 << 30
+_SHOWN = 3
 
 # Versions that stay resident while nothing is installed: the active one and the one before, which a
 # request may have been made for that was not sent yet.
@@ -118,12 +119,11 @@ class AdapterInstaller(RankInstaller):
     # ---- what an engine has of its own ----------------------------------------------------------
 
     @abstractmethod
-    def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair], others: Sequence[str]) -> None:
+    def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair]) -> None:
         """Refuse what this engine cannot serve, by name.
 
         Raises:
-            IncompatibleUpdate: a module that it does not adapt, a rank that is too large, tensors
-                that belong to no pair.
+            IncompatibleUpdate: a module that it does not adapt, a rank that is too large.
 
         """
 
@@ -192,9 +192,9 @@ class AdapterInstaller(RankInstaller):
                 "Publish it with adapter=."
             )
             raise IncompatibleUpdate(msg)
-        require_plain(spec)
         pairs, others = self._paired(spec, manifest.table)
-        self.check(spec, pairs, others)
+        require_plain(spec, others)
+        self.check(spec, pairs)
         own = self._copied(manifest, tensors)
         if not are_finite(as_it_lies(own) or own.values(), num_threads=None):
             check_finite(own, own)  # which names the tensor
@@ -558,8 +558,11 @@ class AdapterDriver(EngineDriver):
         return replies
 
 
-def require_plain(spec: AdapterSpec) -> None:
-    """Refuse what is more, or other, than the sum of pairs over the base that the engine has."""
+def require_plain(spec: AdapterSpec, others: Sequence[str]) -> None:
+    """Refuse what is more, or other, than the sum of pairs over the base that the engine has.
+
+    `others` are the tensors that belong to no pair.
+    """
     config = spec.config
     for key in _VARIANTS:
         if config.get(key):
@@ -568,6 +571,13 @@ def require_plain(spec: AdapterSpec) -> None:
                 "is all that engines are given here. Train it without, or publish merged=True."
             )
             raise IncompatibleUpdate(msg)
+    if others:
+        msg = (
+            f"adapter {spec.name!r} has {len(others)} tensors beside its pairs, such as saved "
+            f"modules and biases, which engines do not apply: {list(others)[:_SHOWN]}. Train the "
+            "adapter without it, or merge it: publish with merged=True."
+        )
+        raise IncompatibleUpdate(msg)
     begins = str(config.get("init_lora_weights", "")).lower()
     if begins.startswith(_CHANGES_BASE) and not spec.base_root:
         msg = (

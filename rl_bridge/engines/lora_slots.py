@@ -28,7 +28,6 @@ _LOG = logging.getLogger(__name__)
 _SHOWN = 3
 _PLANS = 2
 _ALIGNMENT = 64  # bytes
-_MERGE = "Train the adapter without it, or merge it: publish with merged=True."
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +201,6 @@ class Room:
 class SlotInstaller(AdapterInstaller):
     """Brings versions of one LoRA adapter into slots of one rank of an engine."""
 
-    engine: str
-    """The engine's name, for messages."""
-
     def __init__(self, base: Callable[[], str]) -> None:
         """Begin; `base` gives the root of the engine's weights, empty if unknown."""
         super().__init__()
@@ -248,15 +244,8 @@ class SlotInstaller(AdapterInstaller):
 
     # ---- the steps ------------------------------------------------------------------------------
 
-    def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair], others: Sequence[str]) -> None:
+    def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair]) -> None:
         """Refuse what the engine cannot serve, by name. See `AdapterInstaller`."""
-        if others:
-            msg = (
-                f"adapter {spec.name!r} has {len(others)} tensors beside its pairs, such as saved "
-                f"modules and biases, which {self.engine} does not apply: "
-                f"{list(others)[:_SHOWN]}. {_MERGE}"
-            )
-            raise IncompatibleUpdate(msg)
         base = self._base()
         if spec.base_root and not base:
             _LOG.warning("adapter %s: the root of the engine's base is not known", spec.name)

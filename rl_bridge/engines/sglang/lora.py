@@ -78,8 +78,6 @@ def _parts(name: str, layer: Any, rank: int) -> Iterator[tuple[str, tuple[Place,
 class SGLangAdapterInstaller(SlotInstaller):
     """Brings versions of one LoRA adapter into one rank of an SGLang engine."""
 
-    engine = "SGLang"
-
     def __init__(self, manager: Any, base: Callable[[], str]) -> None:
         """Look at a rank's manager of adapters; `base` gives the root of the engine's weights.
 

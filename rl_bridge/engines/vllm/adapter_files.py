@@ -109,13 +109,7 @@ class _OneAdapter(TransactionalAdapter):
         """Refuse what is no plain LoRA. See `TransactionalAdapter`."""
         spec = manifest.adapter
         assert spec is not None  # as the executor chose this
-        require_plain(spec)
-        if others := spec.others(tensors):
-            msg = (
-                f"adapter {spec.name!r} has {len(others)} tensors beside its pairs, such as "
-                f"{others[0]!r}, which vLLM does not apply. Publish it with merged=True."
-            )
-            raise IncompatibleUpdate(msg)
+        require_plain(spec, spec.others(tensors))
         check_finite(tensors, tensors)
         version = Resident(spec.name, manifest.weight_version, manifest.update_id)
         self._staged = version, manifest

@@ -87,8 +87,6 @@ def _placed(
 class VLLMAdapterInstaller(SlotInstaller):
     """Brings versions of one LoRA adapter into one worker of a vLLM engine."""
 
-    engine = "vLLM"
-
     def __init__(self, model: torch.nn.Module, base: Callable[[], str]) -> None:
         """Look at a worker's model; `base` gives the root of its weights, empty if unknown.
 
@@ -108,12 +106,12 @@ class VLLMAdapterInstaller(SlotInstaller):
         # Layers that no version writes to, whose place in a slot must be zero.
         self._others: list[Any] | None = None
 
-    def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair], others: Sequence[str]) -> None:
+    def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair]) -> None:
         """Refuse what vLLM cannot serve, by name. See `AdapterInstaller`."""
         if self._manager.lora_config.fully_sharded_loras:
             msg = "the engine has fully_sharded_loras=True, expected False. Start it without."
             raise IncompatibleUpdate(msg)
-        super().check(spec, pairs, others)
+        super().check(spec, pairs)
 
     @property
     def max_rank(self) -> int:
