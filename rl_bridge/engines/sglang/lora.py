@@ -49,7 +49,7 @@ def _as_slice(indices: torch.Tensor) -> slice | None:
     if not indices.numel():
         return None
     found = slice(int(indices[0]), int(indices[-1]) + 1)
-    return found if indices.equal(torch.arange(found.start, found.stop)) else None
+    return found if indices.equal(torch.arange(found.start, found.stop, device="cpu")) else None
 
 
 def _parts(name: str, layer: Any, rank: int) -> Iterator[tuple[str, tuple[Place, Place]]]:
@@ -61,8 +61,8 @@ def _parts(name: str, layer: Any, rank: int) -> Iterator[tuple[str, tuple[Place,
         return
     a, b, sizes = layer.lora_a, layer.lora_b, _sizes(layer)
     width = layer.base_layer.input_size
-    columns = _as_slice(layer.slice_lora_a_weights(torch.arange(width)[None])[0])
-    rows = layer.slice_lora_b_weights(torch.arange(sum(sizes))[:, None])[:, 0]
+    columns = _as_slice(layer.slice_lora_a_weights(torch.arange(width, device="cpu")[None])[0])
+    rows = layer.slice_lora_b_weights(torch.arange(sum(sizes), device="cpu")[:, None])[:, 0]
     if columns is None or len(sizes) != len(modules) or len(rows) != b.shape[1]:
         return
     begin = first = 0
