@@ -188,7 +188,7 @@ def test_an_adapter_that_requests_have_still_is_dropped_when_they_have_ended(
 ) -> None:
     engine.update(0)
     client = connect(engine.engine, timeout_s=CALL_S)
-    with executor_for(engine.engine, timeout_s=2.0, take_over=True) as executor:
+    with executor_for(engine.engine, timeout_s=5.0, take_over=True) as executor:
         executor.update_weights(engine.publish(1))
         asked = begun(engine, {**SAMPLING, "max_new_tokens": 100})
         client.pause("in_place")
