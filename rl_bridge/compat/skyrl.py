@@ -98,8 +98,8 @@ class LoRADiskWriter:
     def write(self, source: Any, weight_version: int) -> dict[str, Any] | None:
         """Write a version of the adapter; returns the request for the engines, on rank 0.
 
-        Every rank of a sharded trainer calls it: the adapter's tensors are gathered. Of what this
-        writer wrote, all but the last two directories are removed.
+        Every rank of a sharded trainer calls it: the adapter's tensors are gathered. The
+        writer keeps its last two directories, and removes the older ones that it wrote.
 
         Args:
             source: a PEFT model, or an extractor with ``adapter=``, such as
@@ -196,7 +196,7 @@ class LoRADiskLoader:
         return version
 
     def lora_request(self, version: int | None = None) -> Any:
-        """What a request names the active version by: see `RolloutExecutor.lora_request`."""
+        """Return what a request names the active version by: see `RolloutExecutor.lora_request`."""
         return self.executor.lora_request(self.adapter, version)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ that began under an older version end under that one. An older version stays
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ import torch
 
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.load_checks import are_finite, as_it_lies, check_finite
-from rl_bridge.engines.rank import RankInstaller
+from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller
 from rl_bridge.engines.rpc import EngineClient, Replies, Reply
 from rl_bridge.engines.serving import ServingOptions
 from rl_bridge.errors import (
@@ -31,6 +31,7 @@ from rl_bridge.errors import (
     IncompatibleUpdate,
     ProofFailed,
     UnknownUpdate,
+    WeightBridgeUnavailableError,
 )
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.adapter import AdapterSpec, LoRAPair
@@ -300,6 +301,42 @@ class AdapterInstaller(RankInstaller):
         return own
 
 
+class AdapterHost(RankHost):
+    """The same rank of an engine, as one of its LoRA adapters is updated."""
+
+    def __init__(
+        self, base: EngineRank, make: Callable[[Callable[[], str]], AdapterInstaller]
+    ) -> None:
+        """Look at the rank whose weights `base` updates; `make` gets what tells their root."""
+        host = base.host
+        self.name, self.model, self.group = host.name, host.model, host.group
+        self.replica = host.replica
+        self._base = base
+        self._make = make
+        self._installer: AdapterInstaller | None = None
+
+    def make_installer(self, options: Mapping[str, Any]) -> AdapterInstaller:
+        """What puts versions into places; one for all options, since it knows the places."""
+        del options
+        if self._installer is None:
+            self._installer = self._make(lambda: self._base.active_root)
+        return self._installer
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Refuse what the engine refuses, replicas, and an engine whose weights are changed."""
+        self._base.host.check(given)
+        if given.get("replicas", 1) != 1:
+            msg = "the engine has replicas: adapters are brought into engines of one. Use one."
+            raise WeightBridgeUnavailableError(msg)
+        if self._base.is_begun:
+            msg = "an update of the engine's weights is under way. Try again when it is over."
+            raise WeightBridgeUnavailableError(msg)
+
+    def facts(self) -> Reply:
+        """What the engine tells, and which versions are resident."""
+        return {**self._base.host.facts(), **self.make_installer({}).facts()}
+
+
 # ---- the front end -------------------------------------------------------------------------------
 
 
@@ -320,7 +357,7 @@ class AdapterFrontEnd(Protocol):
         """
 
     def lora_request(self, version: Resident) -> Any:
-        """What a request names a version by."""
+        """Return what a request names a version by."""
 
 
 # ---- the driver ----------------------------------------------------------------------------------

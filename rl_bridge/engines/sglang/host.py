@@ -3,10 +3,12 @@
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from rl_bridge.engines.adapters import AdapterHost
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.model_installer import ModelInstaller
 from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller, answer, rank_of
@@ -143,36 +145,6 @@ class SGLangHost(RankHost):
         return next(self.model.parameters()).device.type
 
 
-class SGLangAdapterHost(SGLangHost):
-    """The same rank, as one of its LoRA adapters is updated."""
-
-    def __init__(self, base: EngineRank, flush: Callable[[], bool | None], lora: Any) -> None:
-        """Look at the rank whose weights `base` updates; `lora` is its manager of adapters."""
-        super().__init__(base.host.model, flush, base.host.group)
-        self._base = base
-        self._lora = lora
-        self._installer: SGLangAdapterInstaller | None = None
-
-    def make_installer(self, options: Mapping[str, Any]) -> SGLangAdapterInstaller:
-        """What puts versions into slots; the same one whatever the options: it knows the slots."""
-        del options
-        if self._installer is None:
-            active = lambda: self._base.active_root  # noqa: E731 - as it is by then
-            self._installer = SGLangAdapterInstaller(self._lora, active)
-        return self._installer
-
-    def check(self, given: Mapping[str, Any]) -> None:
-        """Refuse an engine whose weights are being changed, and those that `SGLangHost` does."""
-        super().check(given)
-        if self._base.is_begun:
-            msg = "an update of the engine's weights is under way. Try again when it is over."
-            raise WeightBridgeUnavailableError(msg)
-
-    def facts(self) -> Reply:
-        """What `SGLangHost` tells, and which versions are resident."""
-        return {**super().facts(), **self.make_installer({}).facts()}
-
-
 def tensor_group() -> RankGroup:
     """The ranks that compute one model together."""
     found = require("sglang.srt.runtime_context").get_parallel().tp_group
@@ -198,7 +170,8 @@ def answer_text(
         rank = _rank(model, flush)
         if name := str(given.get("adapter", "")):
             base = rank
-            rank = rank_of(model, lambda: SGLangAdapterHost(base, flush, lora), name)
+            make = partial(SGLangAdapterInstaller, lora)
+            rank = rank_of(model, lambda: AdapterHost(base, make), name)
         reply = answer(rank, given["verb"], given)
         group = rank.host.group
     except Exception as error:  # noqa: BLE001 - it is the answer

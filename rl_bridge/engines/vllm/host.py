@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rl_bridge.engines.adapters import AdapterHost
 from rl_bridge.engines.rank import (
     EngineRank,
     RankHost,
@@ -20,7 +21,7 @@ from rl_bridge.engines.rank import (
     rank_of,
     ranks_of,
 )
-from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, Reply, clear_frames
+from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, clear_frames
 from rl_bridge.engines.session import second_driver_error
 from rl_bridge.engines.shards import check_covered, parse_shards
 from rl_bridge.engines.vllm import require
@@ -111,38 +112,6 @@ def _require_no_adapters(model: torch.nn.Module) -> None:
             raise WeightBridgeUnavailableError(msg)
 
 
-class VLLMAdapterHost(VLLMHost):
-    """The same worker, as one of its LoRA adapters is updated."""
-
-    def __init__(self, base: EngineRank, vllm_config: Any) -> None:
-        """Look at the worker whose weights `base` updates."""
-        super().__init__(base.host.model, vllm_config, base.host.group)
-        self._base = base
-        self._installer: VLLMAdapterInstaller | None = None
-
-    def make_installer(self, options: Mapping[str, Any]) -> VLLMAdapterInstaller:
-        """What puts versions into slots; the same one whatever the options: it knows the slots."""
-        del options
-        if self._installer is None:
-            active = lambda: self._base.active_root  # noqa: E731 - as it is by then
-            self._installer = VLLMAdapterInstaller(self.model, active)
-        return self._installer
-
-    def check(self, given: Mapping[str, Any]) -> None:
-        """Refuse replicas, and an engine whose weights are being changed."""
-        super().check(given)
-        if given.get("replicas", 1) != 1:
-            msg = "the engine has replicas: adapters are brought into engines of one. Use one."
-            raise WeightBridgeUnavailableError(msg)
-        if self._base.is_begun:
-            msg = "an update of the engine's weights is under way. Try again when it is over."
-            raise WeightBridgeUnavailableError(msg)
-
-    def facts(self) -> Reply:
-        """Which versions are resident."""
-        return self.make_installer({}).facts()
-
-
 def vllm_rank(model: torch.nn.Module, vllm_config: Any, adapter: str = "") -> EngineRank:
     """The rank whose model this is, for its weights or for one of its adapters.
 
@@ -150,7 +119,11 @@ def vllm_rank(model: torch.nn.Module, vllm_config: Any, adapter: str = "") -> En
     """
     if adapter:
         base = vllm_rank(model, vllm_config)
-        return rank_of(model, lambda: VLLMAdapterHost(base, vllm_config), adapter)
+
+        def make(root: Callable[[], str]) -> VLLMAdapterInstaller:
+            return VLLMAdapterInstaller(model, root)
+
+        return rank_of(model, lambda: AdapterHost(base, make), adapter)
 
     def make_host() -> VLLMHost:
         state = require("vllm.distributed.parallel_state")
