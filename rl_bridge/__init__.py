@@ -76,6 +76,7 @@ __version__ = "0.1.0"
 
 FACES = (
     "bridge",
+    "compat.prime_rl",
     "compat.skyrl",
     "engines",
     "errors",

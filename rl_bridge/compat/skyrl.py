@@ -34,6 +34,7 @@ from rl_bridge.bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.errors import IncompatibleUpdate, MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.installers import TransactionalAdapter
 from rl_bridge.trainers import StateDictExtractor, WeightExtractor, read_peft, write_peft
+from rl_bridge.trainers.chunks import whole_copies
 
 __all__ = [
     "LORA_DISK_LOAD",
@@ -114,11 +115,7 @@ class LoRADiskWriter:
         extractor = source
         if not isinstance(source, WeightExtractor):
             extractor = StateDictExtractor(source, adapter=self._adapter)
-        tensors: dict[str, torch.Tensor] = {}
-        for chunk in extractor.full():
-            # (On the CPU at once: a chunk's memory may be the next one's.)
-            whole = zip(chunk.names, chunk.tensors, strict=True)
-            tensors |= {name: one.cpu().clone() for name, one in whole}
+        tensors = whole_copies(extractor.full())
         spec = extractor.adapter
         if spec is None:
             msg = (

@@ -246,6 +246,27 @@ class _Run:
         return views
 
 
+def whole_copies(
+    chunks: Iterable[WeightChunk],
+    device: torch.device | str = "cpu",
+    *,
+    is_kept: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Copy the tensors of all chunks, whose memory may be the next chunk's; each rank calls it.
+
+    Args:
+        chunks: such as an extractor's `full`.
+        device: of the copies.
+        is_kept: False only takes part in making the chunks, and returns nothing.
+
+    """
+    copies: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        if is_kept:
+            copies |= {name: one.to(device, copy=True) for name, one in chunk.items()}
+    return copies
+
+
 def require_dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Refuse a tensor that has no dense memory.
 

@@ -1,5 +1,8 @@
 """LoRA adapters of a vLLM server, by its URL: clients ask for them in the field ``model``."""
 
+import asyncio
+import itertools
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,24 +13,28 @@ import pytest
 from safetensors.torch import load_file
 
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.compat.prime_rl import PrimeRLConfig, StaticInferencePool
 from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.vllm.client import ServerClient
 from rl_bridge.engines.vllm.endpoint import AdapterTable
 from rl_bridge.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
+    MalformedManifest,
     UnknownUpdate,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.faults import arena_address, flip_byte
-from rl_bridge.testing.processes import until
+from rl_bridge.testing.processes import free_port, until
+from rl_bridge.trainers import read_peft
 from rl_bridge.vllm import VLLMAdapterFiles, VLLMEngineAdapter
 from tests.engines.adapter_suite import of_rank
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, start
 from tests.engines.models import ADAPTER, Checkpoints, Kind
 from tests.engines.served import DEV, Served, served
 from tests.engines.test_adapters import LORA
+from tests.trainers_torch.elsewhere import PYTHON, Elsewhere
 
 pytestmark = pytest.mark.timeout(600)  # engines start
 KIND = Kind("qwen3")
@@ -36,8 +43,10 @@ KIND = Kind("qwen3")
 class Adapted:
     """A server, and an executor that knows its URL."""
 
-    def __init__(self, server: Served, folders: list[str], fresh: list[Answers]) -> None:
-        self.server, self.fresh = server, fresh
+    def __init__(
+        self, server: Served, folders: list[str], fresh: list[Answers], cache: Path
+    ) -> None:
+        self.server, self.folders, self.fresh, self.cache = server, folders, fresh, cache
         self.weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]
         self.bridge = make_weight_bridge("shared-memory", suspicious="off")
         self.executor = RolloutExecutor(
@@ -74,18 +83,25 @@ def adapted(
     from vllm.lora.request import LoRARequest
 
     path, folders = checkpoints.path(KIND, 0), [checkpoints.adapter(number) for number in (0, 1)]
-    with start(Setting(KIND), path, **LORA) as llm:
+    ranks = request.param
+    with start(Setting(KIND, in_process=ranks == 1, ranks=ranks), path, **LORA) as llm:
         asked = [None, *(LoRARequest(f"file{i}", i + 1, f) for i, f in enumerate(folders))]
         # One at a time, as the server is asked: sums depend on what is computed together.
         fresh = [
             tuple(answers(llm, (prompt,), lora_request=one)[0] for prompt in PROMPTS)
             for one in asked
         ]
-    setting = Setting(KIND, in_process=False, ranks=request.param)
+    setting = Setting(KIND, in_process=False, ranks=ranks)
     log = tmp_path_factory.mktemp("server") / "log"
-    environment = {**DEV, "VLLM_PLUGINS": "rl_bridge", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    cache = tmp_path_factory.mktemp("cache")
+    environment = {
+        **DEV,
+        "VLLM_PLUGINS": "rl_bridge,rl_bridge_prime_rl",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "NIXL_LORA_CACHE_DIR": str(cache),
+    }
     with served(setting, path, log, options=LORA, environment=environment) as server:
-        made = Adapted(server, folders, fresh)
+        made = Adapted(server, folders, fresh, cache)
         yield made
         made.close()
 
@@ -213,7 +229,178 @@ def test_a_name_that_the_server_has_already_is_not_taken(
     assert table.keys() == adapters.keys()
 
 
-# ---- by files, last: vLLM gives them slots as it likes -------------------------------------------
+# ---- by prime-rl's names -------------------------------------------------------------------------
+
+
+def pool(client: httpx.AsyncClient, **section: object) -> StaticInferencePool:
+    config = PrimeRLConfig.model_validate(
+        {"weight_broadcast": section, "model": {"lora": {"name": "policy"}}}
+    )
+    return StaticInferencePool(
+        admin_clients=[client], weight_broadcast_config=config.weight_broadcast, lora_alpha=16.0
+    )
+
+
+def make_room(adapted: Adapted) -> None:
+    """Another driver brings versions now, and the engine has places for one adapter."""
+    adapted.update(0)
+    adapted.executor.drop_adapter("policy")
+
+
+def told(adapted: Adapted, path: str, body: dict[str, object]) -> tuple[int, str]:
+    reply = adapted.server.call(path, json=body)
+    said = reply.json()
+    return reply.status_code, str(said.get("error", said.get("status")))
+
+
+def test_directories_of_prime_rl_s_trainer_are_versions_of_one_adapter(
+    adapted: Adapted, tmp_path: Path
+) -> None:
+    make_room(adapted)
+    for step, folder in enumerate(adapted.folders):
+        shutil.copytree(folder, tmp_path / f"step_{step}")
+
+    async def updated(step: int) -> None:
+        async with httpx.AsyncClient(base_url=adapted.server.url, timeout=60) as client:
+            one = pool(client, type="filesystem")
+            await one.update_weights(tmp_path / f"step_{step}", "by_files", step)
+
+    with pytest.raises(MalformedManifest, match="STABLE is missing"):
+        asyncio.run(updated(0))
+    for step in (0, 1):
+        (tmp_path / f"step_{step}" / "STABLE").touch()
+        asyncio.run(updated(step))
+        assert adapted.server.answers(model="by_files") == adapted.fresh[1 + step]
+    (tmp_path / "step_0" / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(WeightBridgeUnavailableError, match=r"1 of 1 servers.*is damaged"):
+        asyncio.run(updated(0))
+    assert adapted.server.answers(model="by_files") == adapted.fresh[2]
+    assert told(adapted, "unload_lora_adapter", {"lora_name": "by_files"}) == (200, "ok")
+
+
+class PrimeTrainer:
+    """prime-rl's trainer of two ranks, and the orchestrator of its runs."""
+
+    def __init__(self, adapted: Adapted, ranks: Elsewhere, base: str, home: Path) -> None:
+        self.adapted, self.ranks, self.home, self.port = adapted, ranks, home, free_port()
+        paths = [base, *adapted.folders]
+        self.run("begin", paths=paths, folder=str(home / "run0"), port=self.port)
+        self.steps = itertools.count(1)
+
+    def run(self, case: str, **options: object) -> None:
+        self.ranks.ask("run", case=case, **options)
+
+    def broadcast(self, number: int, run_idx: int = 0) -> int:
+        step = next(self.steps)
+        self.run("broadcast", number=number, steps=[[run_idx, step]])
+        return step
+
+    def update(self, number: int, name: str, run_idx: int = 0) -> int:
+        """Broadcast, and have the pool bring it to the server under a name."""
+        step = self.broadcast(number, run_idx)
+        folder = self.home / f"run{run_idx}" / "broadcasts" / f"step_{step}"
+
+        async def updated() -> None:
+            url = self.adapted.server.url
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                await pool(client, type="nixl").update_weights(folder, name, step)
+
+        asyncio.run(updated())
+        return step
+
+    def load(self, **changes: object) -> tuple[int, str]:
+        """Ask the server as prime-rl does; its status, and what it says."""
+        body = {
+            "lora_name": "my_lora",
+            "run_idx": 0,
+            "trainer_addresses": [["127.0.0.1", self.port + rank] for rank in (0, 1)],
+            "lora_alpha": 16.0,
+            "timeout": 30.0,
+        }
+        return told(self.adapted, "load_lora_adapter_nixl", {**body, **changes})
+
+
+@pytest.fixture(scope="module")
+def prime(
+    adapted: Adapted, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrimeTrainer]:
+    if not Path(PYTHON).exists():
+        pytest.skip(f"needs {PYTHON}, which `make test-engines` makes")
+    make_room(adapted)
+    home = tmp_path_factory.mktemp("prime_rl")
+    with Elsewhere(2, home, "tests.trainers_torch.prime_rl_cases", PYTHON, "peft") as ranks:
+        yield PrimeTrainer(adapted, ranks, checkpoints.path(KIND, 0), home)
+        ranks.ask("kill")
+
+
+def test_shards_of_its_trainer_are_served_under_the_names_that_its_orchestrator_asks_for(
+    prime: PrimeTrainer,
+) -> None:
+    server, fresh = prime.adapted.server, prime.adapted.fresh
+    steps = []
+    for number in (0, 1, 0):
+        steps.append(prime.update(number, f"run_0_step_{next(prime.steps)}"))
+        assert server.answers(model=f"run_0_step_{steps[-1] - 1}") == fresh[1 + number]
+        assert server.answers(model="policy") == fresh[1 + number]
+    assert server.answers(model=f"run_0_step_{steps[1] - 1}") == fresh[2]
+    body = {"model": f"run_0_step_{steps[0] - 1}", "prompt": PROMPTS[0]}  # its version was dropped
+    assert server.call("v1/completions", json=body).status_code == httpx.codes.NOT_FOUND
+    _, tensors = read_peft(prime.adapted.cache / f"run_0_step_{steps[2] - 1}", "policy")
+    assert all(tensors[name].equal(one) for name, one in prime.adapted.weights[0].items())
+    prime.broadcast(1)
+    for _ in range(2):  # asked for once more, it is there already
+        assert prime.load() == (200, "ok")
+        assert server.answers(model="my_lora") == fresh[2]
+
+
+def test_what_its_route_cannot_do_changes_nothing_and_says_why(prime: PrimeTrainer) -> None:
+    prime.broadcast(0)
+    assert prime.load() == (200, "ok")
+    prime.broadcast(1)
+    second = ["127.0.0.1", prime.port + 1]
+    for status, said, changes in (
+        (409, "lora_alpha 16, and 8.0", {"lora_alpha": 8.0}),
+        (409, "no version of run 5", {"run_idx": 5}),
+        (409, "published by 2 ranks", {"trainer_addresses": [["127.0.0.1", prime.port]]}),
+        (503, "this is 'lora_param_server_1'", {"trainer_addresses": [second]}),
+        (503, "cannot be reached", {"trainer_addresses": [["127.0.0.1", free_port()]]}),
+    ):
+        code, text = prime.load(**changes)
+        assert (code, said in text) == (status, True), text
+        assert prime.adapted.server.answers(model="my_lora") == prime.adapted.fresh[1]
+
+
+def test_runs_of_its_trainer_begin_and_end_beside_each_other(prime: PrimeTrainer) -> None:
+    server, fresh = prime.adapted.server, prime.adapted.fresh
+    prime.update(0, "my_lora")
+    prime.run("register", run_idx=1, folder=str(prime.home / "run1"))
+    prime.update(1, "run_1", run_idx=1)
+    assert server.answers(model="run_1") == fresh[2]
+    assert server.answers(model="my_lora") == fresh[1]
+    code, text = prime.load(lora_name="run_1")
+    assert (code, "serves 'run_1' already" in text) == (409, True), text
+    assert told(prime.adapted, "unload_lora_adapter", {"lora_name": "run_1"}) == (200, "ok")
+    code, text = told(prime.adapted, "unload_lora_adapter", {"lora_name": "run_1"})
+    assert (code, "expected one of" in text) == (409, True), text
+    prime.run("delete", run_idx=1)
+    prime.update(1, "my_lora")
+    assert server.answers(model="my_lora") == fresh[2]
+
+
+def test_a_rank_of_its_trainer_that_is_killed_is_named_and_the_version_before_serves(
+    prime: PrimeTrainer,
+) -> None:
+    prime.update(0, "my_lora")
+    prime.broadcast(1)
+    prime.ranks.ask("kill", rank=1)
+    code, text = prime.load()
+    assert (code, "'lora_param_server_1'" in text) == (503, True), text
+    assert prime.adapted.server.answers(model="my_lora") == prime.adapted.fresh[1]
+    assert told(prime.adapted, "unload_lora_adapter", {"lora_name": "my_lora"}) == (200, "ok")
+
+
+# ---- by files, last: vLLM gives them slots as it likes, and of two ranks that both refuse one it
+# ---- reads the first one's answer alone, so that all later answers are out of step ---------------
 
 
 def test_a_server_without_rl_bridge_takes_files_and_the_acknowledgement_says_unproven(

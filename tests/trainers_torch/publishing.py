@@ -134,8 +134,11 @@ def begin_fsdp2(paths: Sequence[str], port: int) -> None:
     _trainers.append(_Trainer(FSDPWeightExtractor(model), hold, publisher_at(port)))
 
 
-def begin_adapter(paths: Sequence[str], port: int, transport: str) -> None:
-    """An adapter of peft's under FSDP2: a checkpoint's folder, and those of two adapters."""
+def adapted(paths: Sequence[str]) -> tuple[nn.Module, Callable[[int], None]]:
+    """A model with an adapter of peft's under FSDP2, and what has it be one of two adapters.
+
+    `paths` are a checkpoint's folder, and those of the adapters.
+    """
     from peft import PeftModel, set_peft_model_state_dict
     from transformers import AutoModelForCausalLM
 
@@ -158,6 +161,12 @@ def begin_adapter(paths: Sequence[str], port: int, transport: str) -> None:
                 if parameter.requires_grad:
                     parameter.copy_(_shard(shards[number][name], parameter))
 
+    return model, hold
+
+
+def begin_adapter(paths: Sequence[str], port: int, transport: str) -> None:
+    """The adapter of a model under FSDP2."""
+    model, hold = adapted(paths)
     extractor = FSDPWeightExtractor(model, adapter="policy")
     _trainers.append(_Trainer(extractor, hold, publisher_at(port, transport)))
 

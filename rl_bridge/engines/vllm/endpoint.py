@@ -33,6 +33,7 @@ class AdapterTable(dict[str, Any]):
         # One that can be watched; it is sent to the engine as what it is a kind of.
         self._kind = type("Handed", (kind,), {"__module__": __name__}, weakref=True)
         self._ours: dict[str, set[str]] = {}
+        self._aliases: dict[str, dict[str, str]] = {}  # adapter -> other names, of which version
         self._is_model = is_model
         # (Not a count: an object may end in any thread, and in the middle of any statement.)
         self._living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -64,6 +65,8 @@ class AdapterTable(dict[str, Any]):
         }
         if active is not None:
             named[adapter] = named[active]
+        aliases = self._aliases.get(adapter, {})
+        named |= {name: named[label] for name, label in aliases.items() if label in named}
         before = self._ours.get(adapter, set())
         new = {adapter, *named} - before
         if taken := {name for name in new if name in self or self._is_model(name)}:
@@ -73,6 +76,34 @@ class AdapterTable(dict[str, Any]):
             del self[name]
         self.update(named)
         self._ours[adapter] = set(named)
+        self._aliases[adapter] = {name: label for name, label in aliases.items() if name in named}
+
+    def check_alias(self, name: str, adapter: str) -> None:
+        """Refuse another name for versions of an adapter.
+
+        Raises:
+            ValueError: it is the name of something else.
+
+        """
+        if name not in self._ours.get(adapter, {adapter}) and (
+            name in self or self._is_model(name)
+        ):
+            raise ValueError(f"the server serves {name!r} already. Ask by another name")
+
+    def alias(self, name: str, adapter: str) -> None:
+        """Let clients ask by one more name for the version that is active now.
+
+        It stays that version's, until it is given again or the version is dropped.
+
+        Raises:
+            ValueError: it is the name of something else.
+
+        """
+        self.check_alias(name, adapter)
+        if name != adapter:
+            self[name] = one = super().__getitem__(adapter)
+            self._ours[adapter].add(name)
+            self._aliases[adapter][name] = one.lora_name
 
     def used(self) -> list[int]:
         """Ids of our adapters that a request has."""
