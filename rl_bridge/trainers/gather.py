@@ -149,7 +149,7 @@ Shared = tuple[torch.Tensor, Split, torch.Tensor | None]
 """Where a whole tensor is written, how the ranks share it, and what this rank holds of it."""
 
 
-def _narrowed(tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+def narrowed(tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
     """A box of a tensor: a view."""
     for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
         if length != tensor.shape[dim]:
@@ -174,9 +174,9 @@ def gather(tensors: Iterable[Shared], *, window: int) -> None:
         for owner, pieces in split.parts:
             for piece in pieces:
                 whole = view.view(-1) if piece.is_flat else view
-                target = _narrowed(whole, piece.offset, piece.shape)
+                target = narrowed(whole, piece.offset, piece.shape)
                 if owner == rank and tensor is not None:
-                    target.copy_(_narrowed(tensor, piece.local_offset, piece.shape))
+                    target.copy_(narrowed(tensor, piece.local_offset, piece.shape))
                 parts.setdefault(owner, []).append(target)
     for split, parts in groups.values():
         _exchange(
