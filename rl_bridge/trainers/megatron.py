@@ -401,8 +401,8 @@ def _grouped(path: str, module: torch.nn.Module, grid: Grid) -> Iterable[tuple[s
 # ---- an adapter ------------------------------------------------------------------------------
 
 _NO_LINEAR = (
-    "Adapt linear layers outside of experts only, by plain LoRA, or publish the merged weights: "
-    "the model that peft's merge_and_unload() gives."
+    "Adapt other linear layers, by plain LoRA, or publish the merged weights: the model that "
+    "peft's merge_and_unload() gives."
 )
 
 
@@ -461,6 +461,13 @@ class StageAdapter(AdapterNames):
                 msg = (
                     f"adapter={name!r}: layer {module!r} is of an expert, expected layers that all "
                     f"tokens go through. {_NO_LINEAR}"
+                )
+                raise WeightBridgeUnavailableError(msg)
+            hf = self._published(module)
+            if bridge is not None and f"{hf[0]}.weight" in _hf_names(bridge, EMBEDDING):
+                msg = (
+                    f"adapter={name!r}: layer {module!r} has the weight of the embedding, "
+                    f"{hf[0]!r}, expected a layer with a weight of its own. {_NO_LINEAR}"
                 )
                 raise WeightBridgeUnavailableError(msg)
 

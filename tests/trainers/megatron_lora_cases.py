@@ -27,23 +27,18 @@ LAYERS = {
 }
 
 
+def tensor_of(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
 class ParallelLoRA(LoraParallelLinear):  # type: ignore[misc]  # peft has no types here
-    """Peft's layer, as it works with Megatron-Core, whose layers give their bias beside the rest.
+    """As docs/how-to/connect-megatron.md has it: peft 0.21's own layer cannot be made."""
 
-    Peft 0.21's own one cannot be made (it looks for options that its caller does not pass), and
-    its forward pass takes what Megatron's layers give for tensors.
-    """
-
-    def __init__(self, base_layer: Any, adapter_name: str, config: Any, **options: Any) -> None:
-        super().__init__(
-            base_layer,
-            adapter_name,
-            config,
-            tensor_parallel,
-            r=options["r"],
-            lora_alpha=options["lora_alpha"],
-            megatron_config=config.megatron_config,
-        )
+    def __init__(
+        self, base_layer: Any, adapter_name: str, config: Any, *, r: int, lora_alpha: int, **_: Any
+    ) -> None:
+        options = {"r": r, "lora_alpha": lora_alpha, "megatron_config": config.megatron_config}
+        super().__init__(base_layer, adapter_name, config, tensor_parallel, **options)
 
     def update_layer(self, adapter_name: str, r: int, **options: Any) -> None:
         self.lora_bias[adapter_name] = False
@@ -52,11 +47,8 @@ class ParallelLoRA(LoraParallelLinear):  # type: ignore[misc]  # peft has no typ
     def forward(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
         result, bias = self.base_layer(x, *args, **options)
         for name in self.active_adapters:
-            low = self.lora_A[name](self.lora_dropout[name](x))
-            low = low[0] if isinstance(low, tuple) else low
-            high = self.lora_B[name](low)
-            high = high[0] if isinstance(high, tuple) else high
-            result = result + high * self.scaling[name]
+            low = tensor_of(self.lora_A[name](self.lora_dropout[name](x)))
+            result = result + tensor_of(self.lora_B[name](low)) * self.scaling[name]
         return result, bias
 
 
@@ -276,3 +268,26 @@ def stage_refusal(path: str, targets: list[str], patterns: dict[str, int], **deg
     config._register_custom_module(dict.fromkeys(kinds, ParallelLoRA))
     made = get_peft_model(model, config)
     return told(lambda: MegatronWeightExtractor(made, bridge=bridge, adapter="policy").adapter)
+
+
+def tied_refusal(path: str) -> str:
+    """With an adapter of the head, which is the embedding."""
+    bridge, models = loaded(path)
+    (model,) = models
+    # (On one rank Megatron's head has no weight, and peft cannot adapt it.)
+    model.output_layer.weight = model.embedding.word_embeddings.weight
+    config = LoraConfig(**OPTIONS, target_modules=["output_layer"], megatron_config=model.config)
+    config._register_custom_module({tensor_parallel.ColumnParallelLinear: ParallelLoRA})
+    made = get_peft_model(model, config)
+    return told(lambda: MegatronWeightExtractor(made, bridge=bridge, adapter="policy").adapter)
+
+
+def two_chunks(path: str) -> Any:
+    """Names of both parts of a virtual pipeline; the second one has the later layers."""
+    targets = ["linear_proj"]
+    models = [adapted(path, targets)[1][0] for _ in range(2)]
+    later: Any = unwrapped(models[1])
+    for layer in later.decoder.layers:
+        layer.layer_number += 2
+    extractor = MegatronWeightExtractor(models, adapter="policy")
+    return [list(extractor.placements()), extractor.adapter.scaling]  # type: ignore[union-attr]

@@ -170,3 +170,16 @@ def test_stages_whose_layers_differ_are_refused(worlds: Worlds, path: str) -> No
     options = {"path": path, "targets": TARGETS, "patterns": {"linear_qkv": 1}}
     for answer in world.run("stage_refusal", **options, pp=2):
         assert "linear_qkv' has rank 1 and scaling 16.0, expected 2 and 2.0" in answer
+
+
+def test_parts_of_a_virtual_pipeline_are_one_adapter(worlds: Worlds, path: str) -> None:
+    ((names, scaling),) = worlds(1, CASES).run("two_chunks", path=path)
+    assert [name.split(".")[4] for name in names] == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    assert scaling == 2.0
+
+
+# The last one: mbridge's table of names, once changed for a tied model, stays so in the process.
+def test_a_head_that_is_the_embedding_is_refused(worlds: Worlds, tmp_path: Path) -> None:
+    saved("Qwen2", tmp_path / "tied", tie_word_embeddings=True)
+    (answer,) = worlds(1, CASES).run("tied_refusal", path=str(tmp_path / "tied"))
+    assert "'output_layer' has the weight of the embedding" in answer
