@@ -79,6 +79,16 @@ def in_hf(path: str, targets: list[str], **options: Any) -> Any:
     return made
 
 
+def with_lora(model: Any, targets: list[str], base: Any = None, **options: Any) -> Any:
+    """Megatron's model with peft's layers in it; `base` is that model in a wrapper."""
+    config = LoraConfig(
+        **{**OPTIONS, **options}, target_modules=targets, megatron_config=model.config
+    )
+    layers = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
+    config._register_custom_module(dict.fromkeys(layers, ParallelLoRA))
+    return get_peft_model(base or model, config)
+
+
 def adapted(
     path: str,
     targets: list[str],
@@ -93,13 +103,8 @@ def adapted(
     values = dict((expected or in_hf(path, targets)).named_parameters())
     found = []
     for model in models:
-        base = Wrapper(model) if wrapped == "inside" else model
-        config = LoraConfig(
-            **{**OPTIONS, **options}, target_modules=targets, megatron_config=model.config
-        )
-        kinds = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
-        config._register_custom_module(dict.fromkeys(kinds, ParallelLoRA))
-        made = get_peft_model(base, config)
+        base = Wrapper(model) if wrapped == "inside" else None
+        made = with_lora(model, targets, base, **options)
         fill(bridge, model, values)
         found.append(Wrapper(Wrapper(made)) if wrapped == "outside" else made)
     return bridge, found
@@ -244,11 +249,7 @@ def refusals(path: str) -> Any:
 
 def expert_refusal() -> str:
     """With an adapter of experts."""
-    model = expert_model(ep=2)
-    targets = ["linear_fc1", "linear_qkv"]
-    config = LoraConfig(**OPTIONS, target_modules=targets, megatron_config=model.config)
-    config._register_custom_module({tensor_parallel.ColumnParallelLinear: ParallelLoRA})
-    made = get_peft_model(model, config)
+    made = with_lora(expert_model(ep=2), ["linear_fc1", "linear_qkv"])
     return told(lambda: MegatronWeightExtractor(made, adapter="policy").placements())
 
 
@@ -257,16 +258,7 @@ def stage_refusal(path: str, targets: list[str], patterns: dict[str, int], **deg
     bridge, models = loaded(path, **degrees)
     (model,) = models
     alpha = dict.fromkeys(patterns, 16)
-    config = LoraConfig(
-        **OPTIONS,
-        target_modules=targets,
-        megatron_config=model.config,
-        rank_pattern=patterns,
-        alpha_pattern=alpha,
-    )
-    kinds = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
-    config._register_custom_module(dict.fromkeys(kinds, ParallelLoRA))
-    made = get_peft_model(model, config)
+    made = with_lora(model, targets, rank_pattern=patterns, alpha_pattern=alpha)
     return told(lambda: MegatronWeightExtractor(made, bridge=bridge, adapter="policy").adapter)
 
 
@@ -276,9 +268,7 @@ def tied_refusal(path: str) -> str:
     (model,) = models
     # (On one rank Megatron's head has no weight, and peft cannot adapt it.)
     model.output_layer.weight = model.embedding.word_embeddings.weight
-    config = LoraConfig(**OPTIONS, target_modules=["output_layer"], megatron_config=model.config)
-    config._register_custom_module({tensor_parallel.ColumnParallelLinear: ParallelLoRA})
-    made = get_peft_model(model, config)
+    made = with_lora(model, ["output_layer"])
     return told(lambda: MegatronWeightExtractor(made, bridge=bridge, adapter="policy").adapter)
 
 
