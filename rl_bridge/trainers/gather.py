@@ -6,9 +6,11 @@ window. Only contiguous memory is given to the backend, because Gloo silently se
 other memory. The makers of pieces (`whole_piece`, `box_piece`, `flat_piece`) say where a part lies.
 """
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -149,12 +151,32 @@ Shared = tuple[torch.Tensor, Split, torch.Tensor | None]
 """Where a whole tensor is written, how the ranks share it, and what this rank holds of it."""
 
 
-def _narrowed(tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+def narrowed(tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
     """A box of a tensor: a view."""
     for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, begin, length)
     return tensor
+
+
+def broadcast_json(value: Any, *, source: int, group: Any, device: torch.device) -> Any:
+    """Give all ranks of a group what the rank `source` has, as JSON: nothing is unpickled.
+
+    Args:
+        value: what the source has; of the others it is not looked at.
+        source: number among all ranks.
+        group: of ranks.
+        device: of memory that the group's backend sends.
+
+    """
+    text = bytearray(json.dumps(value), "utf-8")
+    size = torch.tensor([len(text)], device=device)
+    torch.distributed.broadcast(size, src=source, group=group)
+    told = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if torch.distributed.get_rank() == source:
+        told.copy_(torch.frombuffer(text, dtype=torch.uint8))
+    torch.distributed.broadcast(told, src=source, group=group)
+    return json.loads(bytes(told.tolist()))
 
 
 def gather(tensors: Iterable[Shared], *, window: int) -> None:
@@ -174,9 +196,9 @@ def gather(tensors: Iterable[Shared], *, window: int) -> None:
         for owner, pieces in split.parts:
             for piece in pieces:
                 whole = view.view(-1) if piece.is_flat else view
-                target = _narrowed(whole, piece.offset, piece.shape)
+                target = narrowed(whole, piece.offset, piece.shape)
                 if owner == rank and tensor is not None:
-                    target.copy_(_narrowed(tensor, piece.local_offset, piece.shape))
+                    target.copy_(narrowed(tensor, piece.local_offset, piece.shape))
                 parts.setdefault(owner, []).append(target)
     for split, parts in groups.values():
         _exchange(

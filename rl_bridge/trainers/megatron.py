@@ -6,15 +6,23 @@ the whole tensor this rank holds, and `naming_in` what the tensor is called in t
 
 A bridge (mbridge, or Megatron-Bridge) exports whole tensors under Hugging Face's names. Where a
 part of a rank lies in those, `hf_pieces` says without a gather, from mbridge's own table of names.
+
+Of a LoRA that peft put into such a model, one of the two matrices is cut where its layer is: B's
+rows in a column-parallel layer, A's columns in a row-parallel one. Megatron marks them as it marks
+weights. A fused layer has one pair: A is published once for each of Hugging Face's modules in it,
+and B's rows go where the rows of the fused weight go.
 """
 
+import copy
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
+from rl_bridge.manifest.adapter import PEFT_ROOT, AdapterSpec
 from rl_bridge.manifest.parallel import Piece
 from rl_bridge.trainers.base import RankTensor, WeightExtractor
 from rl_bridge.trainers.chunks import (
@@ -23,9 +31,26 @@ from rl_bridge.trainers.chunks import (
     checked_dtype,
     module_of,
     wire_dtype,
+    wire_name,
 )
-from rl_bridge.trainers.gather import Shared, Split, box_piece, gather, window_nbytes
-from rl_bridge.trainers.modules import ModuleSlots, Naming, Slot, clean_name
+from rl_bridge.trainers.gather import (
+    Shared,
+    Split,
+    box_piece,
+    broadcast_json,
+    gather,
+    narrowed,
+    whole_piece,
+    window_nbytes,
+)
+from rl_bridge.trainers.modules import (
+    AdapterNames,
+    ModuleSlots,
+    Naming,
+    Slot,
+    clean_name,
+    is_adapted,
+)
 
 # ---- names of Hugging Face --------------------------------------------------------------------
 
@@ -36,7 +61,8 @@ row there, and how many rows that one has."""
 _NUM_QKV = 3
 _NUM_GATE_AND_UP = 2
 _USE_RAW = (
-    "Make the extractor without bridge= for local parts under Megatron's names, or use full()."
+    "Make the extractor without bridge= for parts under Megatron's names; for weights, full() is "
+    "another way."
 )
 
 
@@ -171,6 +197,7 @@ class Grid:
     expert: Axis
     expert_tensor: Axis
     expert_data: Axis
+    pipeline: Axis
 
 
 def grid_now() -> Grid:
@@ -198,6 +225,7 @@ def grid_now() -> Grid:
         state.get_expert_model_parallel_group(),
         state.get_expert_tensor_parallel_group(),
         state.get_expert_data_parallel_group(),
+        state.get_pipeline_model_parallel_group(),
     )
     me = torch.distributed.get_rank()
     axes = []
@@ -324,9 +352,13 @@ def _cut_dim(name: str, parameter: torch.Tensor, axis: Axis, grid: Grid) -> int 
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside of Megatron's wrappers (data parallelism, 16 bits)."""
-    inner = getattr(model, "module", None)
-    return unwrapped(inner) if isinstance(inner, torch.nn.Module) else model
+    """The model inside of Megatron's wrappers (data parallelism, 16 bits) and of peft's."""
+    # (Attributes would not do: peft's wrappers have those of what they wrap.)
+    inside = dict(model.named_children())
+    inner = inside.get("module")
+    if "base_model" in inside:  # peft has one wrapper inside of another
+        inner = dict(inside["base_model"].named_children()).get("model")
+    return unwrapped(inner) if inner is not None else model
 
 
 def naming_in(model: torch.nn.Module, grid: Grid) -> Naming:
@@ -368,6 +400,214 @@ def _grouped(path: str, module: torch.nn.Module, grid: Grid) -> Iterable[tuple[s
             yield f"{path}.{word}{number}", f"{word}{moved}"
 
 
+# ---- an adapter ------------------------------------------------------------------------------
+
+_NO_LINEAR = (
+    "Adapt other linear layers, by plain LoRA, or publish the merged weights: the model that "
+    "peft's merge_and_unload() gives."
+)
+
+
+class StageAdapter(AdapterNames):
+    """The adapter in the models of one rank: its names, and the modules that it is published for.
+
+    Attributes:
+        layers: name in the whole model, as Megatron has it -> peft's layer.
+
+    Raises:
+        IncompatibleUpdate: the models have no such adapter.
+        WeightBridgeUnavailableError: it is one of Megatron-Bridge's own, or of experts.
+
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        grid: Grid,
+        bridge: Any,
+        *,
+        name: str,
+        base_root: str,
+    ) -> None:
+        """Find the adapter that is published under `name`.
+
+        Args:
+            models: of this rank.
+            grid: where this rank stands.
+            bridge: of mbridge; None for Megatron's names.
+            name: under which the adapter is published.
+            base_root: root of the base weights; empty if it is not known.
+
+        """
+        for model in models:
+            for path, module in model.named_modules():
+                if hasattr(module, "to_wrap") and hasattr(module, "adapter"):
+                    msg = (
+                        f"adapter={name!r}: layer {clean_name(path)!r} is a "
+                        f"{type(module).__name__} of Megatron-Bridge's own, expected layers of "
+                        "peft (lora_A, lora_B). Wrap the model with peft.get_peft_model, or "
+                        "publish the merged weights with a bridge."
+                    )
+                    raise WeightBridgeUnavailableError(msg)
+        super().__init__(torch.nn.ModuleList(models), name, base_root)
+        self._grid, self._bridge = grid, bridge
+        adapted = set(self._adapted.values())
+        self.layers: dict[str, Any] = {}
+        for model in map(unwrapped, models):
+            name_of = naming_in(model, grid)
+            for path, layer in model.named_modules():
+                if layer in adapted:
+                    self.layers[str(name_of(path))] = layer
+        for module in self.layers:
+            if not {"experts", "local_experts"}.isdisjoint(module.split(".")):
+                msg = (
+                    f"adapter={name!r}: layer {module!r} is of an expert, expected layers that all "
+                    f"tokens go through. {_NO_LINEAR}"
+                )
+                raise WeightBridgeUnavailableError(msg)
+            hf = self._published(module)
+            if bridge is not None and f"{hf[0]}.weight" in _hf_names(bridge, EMBEDDING):
+                msg = (
+                    f"adapter={name!r}: layer {module!r} has the weight of the embedding, "
+                    f"{hf[0]!r}, expected a layer with a weight of its own. {_NO_LINEAR}"
+                )
+                raise WeightBridgeUnavailableError(msg)
+
+    def naming(self, name_of: Naming) -> Naming:
+        """From a path in a model to the name of the adapter's tensor; `name_of` numbers layers."""
+
+        def named(path: str) -> str | None:
+            name = self(str(name_of(path)))
+            return None if name is None else PEFT_ROOT + name
+
+        return named
+
+    def matrices(
+        self, name: str, config: Any, pieces: Sequence[Piece]
+    ) -> list[tuple[str, tuple[Piece, ...]]]:
+        """Under which names a matrix of the adapter is published, and where its `pieces` lie.
+
+        Matrix A of a fused layer has as many names as there are modules in it.
+
+        Args:
+            name: of the matrix, after Megatron's layer.
+            config: of the model.
+            pieces: of the matrix of that name.
+
+        Raises:
+            WeightBridgeUnavailableError: the bridge converts this layer in a way of its own.
+
+        """
+        if self._bridge is None:
+            return [(name, tuple(pieces))]
+        module, word = _module_and_word(name)
+        names = [f"{PEFT_ROOT}{one}.{word}.weight" for one in self._published(module)]
+        if word == "lora_A":
+            return [(one, tuple(replace(piece, name=one) for piece in pieces)) for one in names]
+        placed = hf_pieces(self._bridge, config, f"{module}.weight", pieces)
+        own = tuple(
+            replace(one, name=f"{PEFT_ROOT}{one.name.removesuffix('.weight')}.{word}.weight")
+            for one in placed
+        )
+        return [(names[0] if len(names) == 1 else name, own)]
+
+    def check_matrix(self, name: str, shape: tuple[int, ...], config: Any) -> None:
+        """Compare a whole matrix with the whole weight of its layer.
+
+        Args:
+            name: of the matrix, after Megatron's layer.
+            shape: of the whole matrix, as Megatron's marks have it.
+            config: of the model.
+
+        Raises:
+            WeightBridgeUnavailableError: they do not fit, or it is no matrix of a linear layer.
+
+        """
+        module, word = _module_and_word(name)
+        layer = self.layers.get(module)
+        if layer is None or word not in {"lora_A", "lora_B"}:
+            msg = (
+                f"adapter={self._name!r}: tensor {name!r} is no lora_A.weight or lora_B.weight of "
+                "a linear layer, expected nothing else: how ranks share biases, magnitudes (DoRA), "
+                f"embeddings and saved modules of peft is not known. {_NO_LINEAR}"
+            )
+            raise WeightBridgeUnavailableError(msg)
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        if weight is None:  # the head of a model whose embedding is on the same rank
+            return
+        is_gated = is_gated_in(module, config)
+        whole = shard_of(f"{module}.weight", weight, self._grid, is_gated=is_gated).shape
+        expected = (shape[0], *whole[1:]) if word == "lora_A" else (*whole[:1], shape[-1])
+        if shape != expected:
+            msg = (
+                f"adapter={self._name!r}: all ranks' parts of {name!r} are of shape {list(shape)}, "
+                f"expected {list(expected)} for a weight of {list(whole)}: Megatron's marks do not "
+                "say how the ranks share it. Make the matrix of Megatron's own parallel layers, as "
+                "peft's LoraParallelLinear does."
+            )
+            raise WeightBridgeUnavailableError(msg)
+
+    def _facts(self) -> tuple[dict[str, Any], dict[str, float]]:
+        """Peft's configuration in the names that are published, and the modules' scalings.
+
+        Raises:
+            WeightBridgeUnavailableError: modules differ, and other pipeline stages have some.
+
+        """
+        # Megatron's own configuration is no JSON, and holds methods of the model.
+        own = copy.copy(self._config)
+        own.megatron_config = None
+        # Peft's patterns count the layers of a stage: those of the layers themselves go there.
+        config = {
+            **own.to_dict(),
+            **dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern")),
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }
+        given = self._config.target_modules
+        words = {one.rpartition(".")[2] for each in self.layers for one in self._published(each)}
+        if not isinstance(given, str) and "output_layer" in given:  # it is on the last stage alone
+            words |= {one.rpartition(".")[2] for one in self._published("output_layer")}
+        config["target_modules"] = sorted(words)
+        scaling = AdapterSpec.of_peft(self._name, config, ()).scaling
+        scalings: dict[str, float] = {}
+        for module, layer in self.layers.items():
+            of_layer = float(layer.scaling[self._own])
+            rank, alpha = layer.r[self._own], layer.lora_alpha[self._own]
+            if self._grid.pipeline.size > 1 and (rank, of_layer) != (config["r"], scaling):
+                msg = (
+                    f"adapter={self._name!r}: layer {module!r} has rank {rank} and scaling "
+                    f"{of_layer}, expected {config['r']} and {scaling} as all others: a pipeline "
+                    "stage does not know those of other stages. Leave out rank_pattern and "
+                    "alpha_pattern, or train without pipeline parallelism."
+                )
+                raise WeightBridgeUnavailableError(msg)
+            for one in self._published(module):
+                scalings[one] = of_layer
+                if rank != config["r"]:
+                    config["rank_pattern"][f"^{re.escape(one)}"] = rank
+                if alpha != config["lora_alpha"]:
+                    config["alpha_pattern"][f"^{re.escape(one)}"] = alpha
+        return config, scalings
+
+    def _published(self, module: str) -> list[str]:
+        """The modules that a layer of Megatron's is published as."""
+        if self._bridge is None:
+            return [module]
+        return [one.removesuffix(".weight") for one in _hf_names(self._bridge, f"{module}.weight")]
+
+
+def _module_and_word(name: str) -> tuple[str, str]:
+    """The layer of an adapter's tensor, and the last word of its name but for ``weight``."""
+    module, _, word = name.removeprefix(PEFT_ROOT).removesuffix(".weight").rpartition(".")
+    return module, word
+
+
+def is_gated_in(name: str, config: Any) -> bool:
+    """Whether this layer, or tensor of one, is two matrices one above the other."""
+    return ".linear_fc1." in f"{name}." and bool(config.gated_linear_unit)
+
+
 # ---- the extractor ---------------------------------------------------------------------------
 
 
@@ -379,6 +619,8 @@ class MegatronWeightExtractor(WeightExtractor):
     hold. With a bridge, `full` yields Hugging Face's tensors and names, the whole model on each
     rank, as the bridge exports them. With mbridge, `local` tells where each part lies in Hugging
     Face's tensors as well, without a gather.
+
+    With `adapter` it is one LoRA of peft's, under the same names.
     """
 
     def __init__(
@@ -386,6 +628,8 @@ class MegatronWeightExtractor(WeightExtractor):
         model: torch.nn.Module | Sequence[torch.nn.Module],
         *,
         bridge: Any = None,
+        adapter: str | None = None,
+        base_root: str = "",
         chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
         keep_buffers: bool = False,
     ) -> None:
@@ -394,15 +638,24 @@ class MegatronWeightExtractor(WeightExtractor):
         Args:
             model: the model of this rank, or its parts of a virtual pipeline.
             bridge: of mbridge (``AutoBridge``) or of Megatron-Bridge, which made the model.
+            adapter: publish one adapter under this name, and nothing else: see `WeightExtractor`.
+            base_root: root of the base weights that the adapter was trained on.
             chunk_nbytes: bytes of one chunk.
             keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
 
         Raises:
-            IncompatibleUpdate: no modules, or no bridge.
-            WeightBridgeUnavailableError: Megatron is not installed, or not initialized.
+            IncompatibleUpdate: no modules, or no bridge; a model of peft's of which is not said
+                what is published.
+            WeightBridgeUnavailableError: Megatron is not installed, or not initialized; an adapter
+                with a bridge that does not tell names.
 
         """
-        super().__init__(chunk_nbytes=chunk_nbytes, keep_buffers=keep_buffers)
+        super().__init__(
+            adapter=adapter,
+            base_root=base_root,
+            chunk_nbytes=chunk_nbytes,
+            keep_buffers=keep_buffers,
+        )
         given: object = model
         self._models = [given] if isinstance(given, torch.nn.Module) else list(model)  # type: ignore[arg-type]
         if not self._models or not all(isinstance(one, torch.nn.Module) for one in self._models):
@@ -417,24 +670,90 @@ class MegatronWeightExtractor(WeightExtractor):
                 "Pass AutoBridge.from_pretrained(...), or leave it out."
             )
             raise IncompatibleUpdate(msg)
+        if adapter is not None and bridge is not None and not is_mbridge(bridge):
+            msg = (
+                f"adapter={adapter!r}: bridge is a {type(bridge).__name__} of Megatron-Bridge, "
+                "expected one of mbridge, whose table of names is known. Leave it out for "
+                "Megatron's names."
+            )
+            raise WeightBridgeUnavailableError(msg)
         self._bridge = bridge
         self._grid: Grid = grid_now()
         self._walks: list[ModuleSlots] = []
+        self._repeats: list[list[int]] = []  # of each walk: known tensors of each slot
         self._shards: list[Shard] = []
+        self._wholes: dict[str, tuple[Piece, ...]] = {}  # of an adapter's matrices: what each is
 
     # ---- this rank's own parts
 
     def _tensors_known(self) -> Sequence[RankTensor]:
-        self._walks, self._shards = [], []
+        self._walks, self._repeats, self._shards, self._wholes = [], [], [], {}
+        adapter = self._adapter_found()
         known: list[RankTensor] = []
         for wrapped in self._models:
             model: Any = unwrapped(wrapped)
-            walk, first = ModuleSlots(model, naming_in(model, self._grid)), len(known)
-            self._walks.append(walk)
+            naming = naming_in(model, self._grid)
+            walk = ModuleSlots(model, naming if adapter is None else adapter.naming(naming))
+            firsts: list[int] = []
             for slot, tied_to in zip(walk.slots, walk.ties(), strict=True):
-                at = None if tied_to is None else first + tied_to
-                known.append(self._described(model, slot, at))
+                at = None if tied_to is None else firsts[tied_to]
+                firsts.append(len(known))
+                if adapter is None:
+                    known.append(self._described(model, slot, at))
+                else:
+                    known += self._matrices(adapter, model, slot, len(known) if at is None else at)
+            ends = [*firsts[1:], len(known)]
+            self._walks.append(walk)
+            self._repeats.append([end - first for first, end in zip(firsts, ends, strict=False)])
         return known
+
+    def _adapter_found(self) -> StageAdapter | None:
+        if self._adapter is None:
+            for model in self._models:
+                for path, module in model.named_modules():
+                    if is_adapted(module):
+                        msg = (
+                            f"layer {clean_name(path)!r} is peft's, and it is not said what of the "
+                            "model is published. Pass adapter='NAME' (the adapter alone), or the "
+                            "model that peft's merge_and_unload() gives (with it merged in)."
+                        )
+                        raise IncompatibleUpdate(msg)
+            return None
+        found = StageAdapter(
+            self._models, self._grid, self._bridge, name=self._adapter, base_root=self._base_root
+        )
+        self._named = found
+        return found
+
+    def _matrices(
+        self, adapter: StageAdapter, model: Any, slot: Slot, first: int
+    ) -> list[RankTensor]:
+        """A matrix of an adapter, under each of its names; all are the tensor of the `first`."""
+        tensor, config = slot.tensor(), model.config
+        is_gated = is_gated_in(slot.name, config)
+        shard = shard_of(slot.name, tensor, self._grid, is_gated=is_gated)
+        adapter.check_matrix(slot.name, shard.shape, config)
+        held = adapter.matrices(slot.name, config, shard.pieces)
+        wholes = adapter.matrices(slot.name, config, [whole_piece(slot.name, shard.shape)])
+        self._wholes.update(wholes)
+        found = []
+        for name, pieces in held:
+            number = len(self._shards)
+            self._shards.append(shard)
+            found.append(
+                RankTensor(
+                    name=name,
+                    shape=shard.shape,
+                    dtype=tensor.dtype,
+                    local_shape=tuple(tensor.shape) if pieces else None,
+                    pieces=pieces,
+                    owners=shard.owners,
+                    is_whole=not shard.is_cut,
+                    is_trainable=tensor.requires_grad,
+                    tied_to=None if number == first else first,
+                )
+            )
+        return found
 
     def _described(self, model: Any, slot: Slot, tied_to: int | None) -> RankTensor:
         tensor = slot.tensor()
@@ -447,7 +766,7 @@ class MegatronWeightExtractor(WeightExtractor):
         # The last pipeline stage's copy of a tied embedding is a copy of the embedding.
         is_copy = bool(getattr(tensor, "shared", False))
         whole = EMBEDDING if is_copy else slot.name
-        is_gated = ".linear_fc1." in slot.name and bool(model.config.gated_linear_unit)
+        is_gated = is_gated_in(slot.name, model.config)
         shard = shard_of(whole, tensor, self._grid, is_gated=is_gated, is_further_copy=is_copy)
         self._shards.append(shard)
         pieces = shard.pieces
@@ -468,11 +787,12 @@ class MegatronWeightExtractor(WeightExtractor):
 
     def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
         found: list[torch.Tensor | None] = []
-        for walk in self._walks:
+        for walk, repeats in zip(self._walks, self._repeats, strict=True):
             tensors = walk.tensors()
             if tensors is None:
                 return None
-            found += tensors
+            for tensor, times in zip(tensors, repeats, strict=True):
+                found += [tensor] * times
         return found
 
     # ---- whole tensors
@@ -489,6 +809,9 @@ class MegatronWeightExtractor(WeightExtractor):
         """
         if self._bridge is None:
             return super().full(dtype)
+        if self._adapter is not None:
+            own = self._named_anew(super().full(dtype))
+            return _chunked(self._of_all_stages(own), None, self._chunk_nbytes)
         return _chunked(self._exported(), checked_dtype(dtype), self._chunk_nbytes)
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -498,6 +821,38 @@ class MegatronWeightExtractor(WeightExtractor):
             exported = self._bridge.export_weights(self._models)
         for name, tensor in exported:
             yield name, tensor.detach()
+
+    def _named_anew(self, chunks: Iterable[WeightChunk]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole matrices of an adapter as Hugging Face's: rows of fused layers apart."""
+        for chunk in chunks:
+            for name, tensor in chunk.items():
+                found: dict[str, torch.Tensor] = {}
+                for piece in self._wholes[name]:
+                    if piece.name not in found:
+                        found[piece.name] = tensor.new_empty(piece.global_shape)
+                    target = narrowed(found[piece.name], piece.offset, piece.shape)
+                    target.copy_(narrowed(tensor, piece.local_offset, piece.shape))
+                yield from found.items()
+
+    def _of_all_stages(
+        self, own: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of each pipeline stage in turn; a collective of the pipeline."""
+        axis = self._grid.pipeline
+        if axis.size == 1:
+            yield from own
+            return
+        device = next(self._models[0].parameters()).device
+        for number, source in enumerate(axis.ranks):
+            # All of a stage's, one after the other: the list of them goes first.
+            held = list(own) if number == axis.number else []
+            mine = [[name, list(one.shape), wire_name(one.dtype)] for name, one in held]
+            told = broadcast_json(mine, source=source, group=axis.group, device=device)
+            for at, (name, shape, dtype) in enumerate(told):
+                kind = getattr(torch, dtype)
+                tensor = held[at][1] if held else torch.empty(shape, dtype=kind, device=device)
+                torch.distributed.broadcast(tensor, src=source, group=axis.group)
+                yield name, tensor
 
     def _fill(
         self,

@@ -154,7 +154,7 @@ def naming_of(
     except ValueError:
         known = ", ".join(repr(str(one)) for one in Adapters)
         raise ValueError(f"adapters={adapters!r}: expected one of {known}.") from None
-    layers = {name: one for name, one in model.named_modules() if _is_adapted(one)}
+    layers = {name: one for name, one in model.named_modules() if is_adapted(one)}
     if not layers:
         return ModelNames(clean_name, {})
     active = {name for layer in layers.values() for name in _active(layer)}
@@ -203,16 +203,20 @@ class AdapterNames(ModelNames):
     @property
     def spec(self) -> AdapterSpec:
         """What belongs to the adapter now: its scalings may change from step to step."""
-        scalings = {
-            module: float(layer.scaling[self._own]) for module, layer in self._adapted.items()
-        }
-        config = self._config.to_dict()
+        config, scalings = self._facts()
         if self._kept is None or self._kept[0] != (scalings, config):
             made = AdapterSpec.of_peft(
                 self._name, config, scalings, scalings=scalings, base_root=self._base_root
             )
             self._kept = (scalings, config), made
         return self._kept[1]
+
+    def _facts(self) -> tuple[dict[str, Any], dict[str, float]]:
+        """Peft's configuration, and the scaling that each module computes with."""
+        scalings = {
+            module: float(layer.scaling[self._own]) for module, layer in self._adapted.items()
+        }
+        return self._config.to_dict(), scalings
 
 
 def _configs(module: Any) -> Mapping[str, Any]:
@@ -221,7 +225,7 @@ def _configs(module: Any) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _is_adapted(module: torch.nn.Module) -> bool:
+def is_adapted(module: torch.nn.Module) -> bool:
     """Whether this layer is peft's, in the place of another one."""
     return hasattr(module, _PEFT_LAYER) or (
         hasattr(module, _PEFT_SAVED) and hasattr(module, _PEFT_ORIGINAL)

@@ -79,8 +79,8 @@ def peak_of_publishing(small: str, large: str, port: int, *, is_hf: bool) -> Any
     return peak_of_publications(extractor(small), extractor(large), port)
 
 
-def experts(tp: int = 1, ep: int = 1) -> Any:
-    """A layer of four experts; the weights of expert n are n + 1, in whatever rank's hands."""
+def expert_model(tp: int = 1, ep: int = 1) -> Any:
+    """A model with a layer of four experts."""
     parallel(tp=tp, ep=ep)
     config = TransformerConfig(
         num_layers=1,
@@ -102,13 +102,18 @@ def experts(tp: int = 1, ep: int = 1) -> Any:
         **PLAIN,
     )
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
-    model = GPTModel(
+    return GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=16,
         max_sequence_length=8,
         position_embedding_type="rope",
     )
+
+
+def experts(tp: int = 1, ep: int = 1) -> Any:
+    """A layer of four experts; the weights of expert n are n + 1, in whatever rank's hands."""
+    model = expert_model(tp, ep)
     count, number = 4 // ep, parallel_state.get_expert_model_parallel_rank()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -76,6 +76,7 @@ def grid(tensor: int = 1, expert: int = 1) -> Grid:
         expert=axis(expert),
         expert_tensor=axis(),
         expert_data=axis(),
+        pipeline=axis(),
     )
 
 
