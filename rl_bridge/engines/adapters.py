@@ -13,7 +13,7 @@ that began under an older version end under that one. An older version stays
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -72,12 +72,30 @@ class Resident:
         adapter: its name.
         weight_version: its version.
         update_id: the update that brought it.
+        again: how many others of the same number came before it and are still there: a trainer
+            that begins anew counts its steps once more.
 
     """
 
     adapter: str
     weight_version: int
     update_id: str
+    again: int = 0
+
+    @classmethod
+    def beside(cls, others: Iterable["Resident"], manifest: WeightUpdateManifest) -> "Resident":
+        """The version of an update, in an engine that holds others of the same adapter.
+
+        It has a label of its own: engines take requests of one label for requests of one adapter.
+        """
+        spec, version, taken = manifest.adapter, manifest.weight_version, list[int]()
+        assert spec is not None  # as it was prepared
+        for one in others:
+            if one.update_id == manifest.update_id:
+                return one
+            if one.weight_version == version:
+                taken.append(one.again)
+        return cls(spec.name, version, manifest.update_id, max(taken, default=-1) + 1)
 
     @property
     def number(self) -> int:
@@ -86,8 +104,9 @@ class Resident:
 
     @property
     def label(self) -> str:
-        """The name by which the engine knows it, such as ``policy@7``."""
-        return f"{self.adapter}@{self.weight_version}"
+        """The name by which the engine knows it, such as ``policy@7``, or ``policy@7.1``."""
+        again = f".{self.again}" if self.again else ""
+        return f"{self.adapter}@{self.weight_version}{again}"
 
     @property
     def path(self) -> str:
@@ -199,7 +218,7 @@ class AdapterInstaller(RankInstaller):
         own = self._copied(manifest, tensors)
         if not are_finite(as_it_lies(own) or own.values(), num_threads=None):
             check_finite(own, own)  # which names the tensor
-        version = Resident(spec.name, manifest.weight_version, manifest.update_id)
+        version = Resident.beside(self.residents.values(), manifest)
         if manifest.update_id not in self.residents:  # else it comes again, after a loss
             self.stage(version, spec, pairs, own)
         self._staged, self._manifest = version, manifest
@@ -518,7 +537,7 @@ class AdapterDriver(EngineDriver):
     def _next_known(self) -> tuple[Resident, tuple[Resident, ...]]:
         """The active version and all residents, as of the next commit."""
         assert self._manifest is not None
-        version = Resident(self.adapter, self._manifest.weight_version, self._manifest.update_id)
+        version = Resident.beside(self._known[1], self._manifest)
         return version, (version, *(one for one in self._known[1] if one != version))
 
     def _undo_on_ranks(self, *, of_other_driver: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest
+from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import (
     ChecksumMismatch,
     IncompatibleUpdate,
@@ -184,6 +184,22 @@ class AdapterSuite:
         assert set(spec.scalings.values()) == {4.0}
         engine.executor.update_weights(engine.publish_as(spec, weights))
         assert engine.answers() == due
+
+    def test_a_number_that_a_trainer_gives_once_more_is_another_version_with_a_name_of_its_own(
+        self, engine: Adapted
+    ) -> None:
+        version = engine.update(0)
+        before = engine.executor.lora_request("policy")
+        with make_weight_bridge("shared-memory", suspicious="off") as anew:  # began again
+            weights = engine.weights[1]
+            manifest = anew.publish(weights, weight_version=version, adapter=spec_of(weights))
+            engine.executor.update_weights(manifest)
+            assert engine.answers() == engine.fresh[2]
+            assert engine.asked(before) == engine.fresh[1]
+            engine.executor.recover()
+            assert engine.answers() == engine.fresh[2]
+        engine.update(0)
+        assert engine.answers() == engine.fresh[1]
 
     def test_an_adapter_that_ends_leaves_its_slots_and_others_notice_nothing(
         self, engine: Adapted

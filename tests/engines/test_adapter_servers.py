@@ -5,6 +5,7 @@ import itertools
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ import pytest
 from safetensors.torch import load_file
 
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.compat.prime_rl import PrimeRLConfig, StaticInferencePool
+from rl_bridge.compat.prime_rl import (
+    PrimeRLConfig,
+    StaticInferencePool,
+    setup_weight_broadcast,
+)
 from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.vllm.client import ServerClient
 from rl_bridge.engines.vllm.endpoint import AdapterTable
@@ -27,7 +32,7 @@ from rl_bridge.errors import (
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.testing.processes import free_port, until
-from rl_bridge.trainers import read_peft
+from rl_bridge.trainers import StateDictExtractor, read_peft
 from rl_bridge.vllm import VLLMAdapterFiles, VLLMEngineAdapter
 from tests.engines.adapter_suite import of_rank
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, start
@@ -219,6 +224,34 @@ def test_a_version_is_in_use_from_the_moment_in_which_it_is_looked_up() -> None:
     assert table.used() == []
 
 
+def test_another_name_stays_with_its_version_and_is_never_that_of_something_else() -> None:
+    table = AdapterTable({"file": object()}, lambda name: name == "base")
+    versions = [Resident("policy", number, f"{number}" * 32) for number in (7, 6)]
+    told = [{"label": one.label, "number": one.number, "path": one.path} for one in versions]
+    table.offer("policy", "policy@6", told[1:])
+    table.alias("step_6", "policy", "policy@6")
+    table.offer("policy", "policy@7", told)
+    table.alias("mine", "policy", "policy@7")
+    assert [table[name].lora_name for name in ("policy", "step_6", "mine")] == [
+        *("policy@7", "policy@6", "policy@7")
+    ]
+    assert table.label_at(versions[1].path) == "policy@6"
+    for name in ("file", "base", "policy@6"):
+        with pytest.raises(ValueError, match=f"'{name}' already"):
+            table.alias(name, "policy", "policy@7")
+    with pytest.raises(ValueError, match="'policy@5' is not offered"):
+        table.alias("mine", "policy", "policy@5")
+    assert table.unalias("step_6") is None
+    assert "step_6" not in table
+    assert table.unalias("mine") == "policy"
+    table.alias("step_6", "policy", "policy@6")
+    table.offer("policy", "policy@7", told[:1])  # its version is dropped, and the name with it
+    assert "step_6" not in table
+    assert table["mine"].lora_name == "policy@7"
+    with pytest.raises(ValueError, match="'step_6' was not loaded"):
+        table.unalias("step_6")
+
+
 @pytest.mark.parametrize(("adapters", "model"), [({"policy": object()}, ""), ({}, "policy")])
 def test_a_name_that_the_server_has_already_is_not_taken(
     adapters: dict[str, Any], model: str
@@ -298,6 +331,11 @@ class PrimeTrainer:
     def update(self, number: int, name: str, run_idx: int = 0) -> int:
         """Broadcast, and have the pool bring it to the server under a name."""
         step = self.broadcast(number, run_idx)
+        self.bring(step, name, run_idx)
+        return step
+
+    def bring(self, step: int, name: str, run_idx: int = 0) -> None:
+        """Have the pool bring a step to the server under a name."""
         folder = self.home / f"run{run_idx}" / "broadcasts" / f"step_{step}"
 
         async def updated() -> None:
@@ -306,7 +344,6 @@ class PrimeTrainer:
                 await pool(client, type="nixl").update_weights(folder, name, step)
 
         asyncio.run(updated())
-        return step
 
     def load(self, **changes: object) -> tuple[int, str]:
         """Ask the server as prime-rl does; its status, and what it says."""
@@ -347,10 +384,27 @@ def test_shards_of_its_trainer_are_served_under_the_names_that_its_orchestrator_
     assert server.call("v1/completions", json=body).status_code == httpx.codes.NOT_FOUND
     _, tensors = read_peft(prime.adapted.cache / f"run_0_step_{steps[2] - 1}", "policy")
     assert all(tensors[name].equal(one) for name, one in prime.adapted.weights[0].items())
+    older = {"lora_name": f"run_0_step_{steps[1] - 1}"}  # of an older version: the name alone goes
+    assert told(prime.adapted, "unload_lora_adapter", older) == (200, "ok")
+    assert server.answers(model="policy") == fresh[1]
     prime.broadcast(1)
     for _ in range(2):  # asked for once more, it is there already
         assert prime.load() == (200, "ok")
         assert server.answers(model="my_lora") == fresh[2]
+
+
+def test_the_step_that_a_directory_marks_is_loaded_also_when_the_trainer_is_a_step_ahead(
+    prime: PrimeTrainer,
+) -> None:
+    server, fresh = prime.adapted.server, prime.adapted.fresh
+    steps = [prime.broadcast(number) for number in (0, 1, 0)]
+    prime.bring(steps[1], "late")
+    assert server.answers(model="late") == fresh[2]
+    code, text = prime.load(weight_version=steps[0])
+    assert (code, f"no version {steps[0]} of run 0" in text) == (409, True), text
+    prime.bring(steps[2], "my_lora")
+    assert server.answers(model="my_lora") == fresh[1]
+    assert server.answers(model="late") == fresh[2]
 
 
 def test_what_its_route_cannot_do_changes_nothing_and_says_why(prime: PrimeTrainer) -> None:
@@ -368,6 +422,7 @@ def test_what_its_route_cannot_do_changes_nothing_and_says_why(prime: PrimeTrain
         code, text = prime.load(**changes)
         assert (code, said in text) == (status, True), text
         assert prime.adapted.server.answers(model="my_lora") == prime.adapted.fresh[1]
+    assert prime.load(lora_name="policy@1")[0] == httpx.codes.BAD_REQUEST
 
 
 def test_runs_of_its_trainer_begin_and_end_beside_each_other(prime: PrimeTrainer) -> None:
@@ -397,6 +452,27 @@ def test_a_rank_of_its_trainer_that_is_killed_is_named_and_the_version_before_se
     assert (code, "'lora_param_server_1'" in text) == (503, True), text
     assert prime.adapted.server.answers(model="my_lora") == prime.adapted.fresh[1]
     assert told(prime.adapted, "unload_lora_adapter", {"lora_name": "my_lora"}) == (200, "ok")
+
+
+def test_whole_weights_of_prime_rl_s_trainer_are_broadcast_to_the_servers(
+    adapted: Adapted, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    weights = load_file(f"{checkpoints.path(KIND, 0)}/model.safetensors")
+    section = {"type": "nccl", "backend": "gloo"}
+    config = PrimeRLConfig.model_validate({"weight_broadcast": section}).weight_broadcast
+
+    async def updated(step: int) -> None:
+        async with httpx.AsyncClient(base_url=adapted.server.url) as client:
+            one = StaticInferencePool(admin_clients=[client], weight_broadcast_config=config)
+            with closing(one):
+                await one.update_weights(tmp_path / "broadcasts" / f"step_{step}", step=step)
+
+    with setup_weight_broadcast(tmp_path, config) as broadcast:
+        for step in (1, 2):
+            broadcast.broadcast_weights(StateDictExtractor(weights), step)
+            asyncio.run(updated(step))
+            assert adapted.server.label().startswith(f"{step}@")
+            assert adapted.server.answers() == adapted.fresh[0]
 
 
 # ---- by files, last: vLLM gives them slots as it likes, and of two ranks that both refuse one it

@@ -27,6 +27,7 @@ from rl_bridge.compat.prime_rl import (
 from rl_bridge.errors import (
     IncompatibleUpdate,
     MalformedManifest,
+    SegmentError,
     TransportUnavailable,
     UnknownUpdate,
     VersionNotMonotonic,
@@ -166,7 +167,7 @@ def test_a_server_of_another_name_and_a_reader_without_the_token_are_refused() -
     with ParameterServer("params", free_port(), token="secret") as server:
         put(server, 0, 1.0)
         publish(server, 0, 1)
-        with pytest.raises(WeightBridgeUnavailableError, match="the token is another one"):
+        with pytest.raises(SegmentError, match="refuses this side: the token is not its own"):
             client_of(server).refresh_catalog()
         other = ParameterClient("lora_param_server_0", server.host, server.port, token="secret")
         with pytest.raises(WeightBridgeUnavailableError, match="this is 'params_0'"):
@@ -176,7 +177,7 @@ def test_a_server_of_another_name_and_a_reader_without_the_token_are_refused() -
             assert client.keys() == server.keys()
         with pytest.raises(TransportUnavailable, match=f"port {server.port}"):
             ParameterServer("params", server.port)
-    with pytest.raises(WeightBridgeUnavailableError, match="cannot be reached"):
+    with pytest.raises(SegmentError, match="cannot be reached"):
         client_of(server).refresh_catalog()
     with pytest.raises(ValueError, match="expected a token"):
         ParameterServer("params", free_port(), host="0.0.0.0")
@@ -238,11 +239,13 @@ def test_each_rank_serves_its_shards_and_together_they_are_the_adapter(
                 "host": "127.0.0.1",
                 "base_port": port,
                 "world_size": 2,
+                "weight_version": step,
             }
-            run_idx, addresses = trainer_addresses(folder)
-            assert (run_idx, addresses) == (0, [("127.0.0.1", port), ("127.0.0.1", port + 1)])
+            run_idx, addresses, version = trainer_addresses(folder)
+            assert (run_idx, version) == (0, step)
+            assert addresses == [("127.0.0.1", port), ("127.0.0.1", port + 1)]
             (folder / "nixl_endpoints.json").unlink()
-            assert trainer_addresses(folder) == (0, addresses)
+            assert trainer_addresses(folder) == (0, addresses, step)
             manifest = newest_version(addresses, 0)
             assert (manifest.weight_version, manifest.tensor_count) == (step, len(wholes[0]))
             parts = []
@@ -253,6 +256,11 @@ def test_each_rank_serves_its_shards_and_together_they_are_the_adapter(
             for name, whole in wholes[number].items():
                 held = [part[key] for part in parts if (key := f"lora:0:{name}") in part]
                 assert torch.cat(held).equal(whole)
+        assert newest_version(addresses, 0, weight_version=4).weight_version == 4  # two stay
+        with pytest.raises(
+            UnknownUpdate, match=r"no version 3 of run 0, expected one of.*\[4, 5\]"
+        ):
+            newest_version(addresses, 0, weight_version=3)
         with pytest.raises(IncompatibleUpdate, match="published by 2 ranks, and 1 addresses"):
             newest_version(addresses[:1], 0)
         with pytest.raises(WeightBridgeUnavailableError, match="this is 'lora_param_server_1'"):
@@ -260,13 +268,13 @@ def test_each_rank_serves_its_shards_and_together_they_are_the_adapter(
         # Another run, of the same trainer, by its tensors alone.
         world.run("register", run_idx=3, folder=str(tmp_path / "run3"))
         world.run("broadcast", number=0, steps=[[3, 1]])
-        run_idx, addresses = trainer_addresses(tmp_path / "run3" / "broadcasts" / "step_1")
+        run_idx, addresses, _ = trainer_addresses(tmp_path / "run3" / "broadcasts" / "step_1")
         assert run_idx == 3
         spec = newest_version(addresses, 3).adapter
         assert spec is not None
         assert (spec.name, spec.config["lora_alpha"], spec.scaling) == ("run_3", 16.0, 8.0)
         world.run("delete", run_idx=0)
-        with pytest.raises(UnknownUpdate, match=r"no version of run 0, expected one of \[3\]"):
+        with pytest.raises(UnknownUpdate, match=r"no version of run 0, expected one of \{3: \[1\]"):
             newest_version(addresses, 0)
         assert newest_version(addresses, 3).weight_version == 1
         world.run("end")
@@ -277,9 +285,9 @@ def test_a_trainer_rank_that_is_gone_is_named(paths: list[str], tmp_path: Path) 
     with World(2, tmp_path, "tests.trainers_torch.prime_rl_cases") as world:
         world.run("begin", paths=paths, folder=str(tmp_path), port=port)
         world.run("broadcast", number=0, steps=[[0, 1]])
-        _, addresses = trainer_addresses(tmp_path / "broadcasts" / "step_1")
+        _, addresses, _ = trainer_addresses(tmp_path / "broadcasts" / "step_1")
         world.kill(1)
-        with pytest.raises(WeightBridgeUnavailableError, match=r"'lora_param_server_1'.*reached"):
+        with pytest.raises(SegmentError, match=r"'lora_param_server_1'.*reached"):
             newest_version(addresses, 0)
         world.kill()
 
@@ -298,8 +306,13 @@ def test_adapters_are_written_as_directories_of_peft_and_marked_when_they_are_wh
         expected = get_peft_model_state_dict(model)
         assert tensors.keys() == expected.keys()
         assert all(tensors[name].equal(one) for name, one in expected.items())
-        with pytest.raises(WeightBridgeUnavailableError, match="it exists already"):
-            broadcast.broadcast_weights(model, 3)
+        with torch.no_grad():
+            for one in model.parameters():
+                one.add_(1)
+        broadcast.broadcast_weights(model, 3)  # a trainer that goes back to an earlier step
+        assert (folder / "STABLE").exists()
+        _, again = read_peft(folder, "policy")
+        assert not any(again[name].equal(one) for name, one in tensors.items())
     with (
         setup_weight_broadcast(tmp_path, config) as whole,
         pytest.raises(IncompatibleUpdate, match="files are written of adapters alone"),

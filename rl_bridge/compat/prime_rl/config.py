@@ -52,7 +52,7 @@ class NCCLWeightBroadcastConfig(_Section):
 
     Attributes:
         host: the trainer's address, in numbers.
-        port: of rank 0; other ranks add their rank to it. 0 takes free ports.
+        port: where rank 0 listens, which sends; 0 takes a free port.
         timeout: seconds that each step may wait for another side.
         backend: ``nccl`` for weights on GPUs, ``gloo`` for weights on the CPU.
 

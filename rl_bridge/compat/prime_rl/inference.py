@@ -1,28 +1,29 @@
 """prime-rl's inference side: readers of parameter servers, the server's routes, and the pool.
 
-    VLLM_PLUGINS=rl_bridge,rl_bridge_prime_rl vllm serve MODEL --enable-lora --max-loras 3
+    vllm serve MODEL --enable-lora --max-loras 3
 
+with ``VLLM_SERVER_DEV_MODE=1`` and ``VLLM_PLUGINS=rl_bridge,rl_bridge_prime_rl`` in its environment
 gives vLLM's server the route ``POST /load_lora_adapter_nixl`` (`PrimeRLRoutes`). It asks the
-trainer's parameter servers for a run's newest version, and installs it as a version of an adapter:
-each engine rank reads the shards of all trainer ranks, all ranks have it or none, what they compute
-with is read back, and a failure leaves the version before. No file is written, and nothing waits.
+trainer's parameter servers for a run's version, and installs it as a version of an adapter: each
+engine rank reads the shards of all trainer ranks, all ranks have it or none, what they compute with
+is read back, and a failure leaves the version before. No file is written, and nothing waits.
 """
 
 import asyncio
-import http.client
 import json
+import logging
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rl_bridge.bridge import RolloutExecutor, TensorBridge, make_weight_bridge
 from rl_bridge.compat.prime_rl.config import (
@@ -33,22 +34,34 @@ from rl_bridge.compat.prime_rl.config import (
 )
 from rl_bridge.compat.prime_rl.trainer import (
     ENDPOINTS,
+    MAGIC,
     MANIFEST,
-    NAME_HEADER,
+    MAX_MESSAGE_NBYTES,
     NIXL_INFO,
     STABLE,
-    checked_token,
+    AskManifest,
+    AskRuns,
+    Join,
+    Runs,
+    Told,
+    Welcome,
+    from_server,
+    identity_of,
     key_of,
     run_of,
+    token_for,
 )
 from rl_bridge.compat.skyrl import LORA_DISK_LOAD, LoRADiskLoader
 from rl_bridge.engines.adapters import Resident
+from rl_bridge.engines.rpc import in_thread
+from rl_bridge.engines.vllm import require
 from rl_bridge.engines.vllm.client import AsyncLLMClient
 from rl_bridge.engines.vllm.endpoint import AdapterTable
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.errors import (
     IncompatibleUpdate,
     MalformedManifest,
+    SegmentError,
     TransferTimeout,
     UnknownUpdate,
     WeightBridgeError,
@@ -57,6 +70,8 @@ from rl_bridge.errors import (
 from rl_bridge.groups import GroupManifest, slices
 from rl_bridge.manifest import AdapterSpec, WeightUpdateManifest
 from rl_bridge.trainers import write_peft
+from rl_bridge.transports.wire.channel import Channel, Message, Refused, checked_address
+from rl_bridge.transports.wire.connector import Connector
 
 __all__ = [
     "LoadLoRAFromFiles",
@@ -64,9 +79,12 @@ __all__ = [
     "ParameterClient",
     "PrimeRLRoutes",
     "StaticInferencePool",
+    "UnloadLoRA",
     "newest_version",
     "trainer_addresses",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 CACHE_DIR = "NIXL_LORA_CACHE_DIR"
 """Environment variable: a directory where each installed adapter is written, too."""
@@ -74,7 +92,12 @@ SERVER_NAME = "NIXL_LORA_SERVER_NAME"
 """Environment variable: the trainer's ``server_name``, if it is not prime-rl's default."""
 
 Address = tuple[str, int]
-_MAX_ANSWER_NBYTES = 1 << 28
+_KEPT = 2  # directories of a run in the cache
+_CALL_S = 120.0
+_INSTALL_S = 60.0
+
+
+_Answer = TypeVar("_Answer", Runs, Told, Welcome)
 
 
 # ---- a reader ------------------------------------------------------------------------------------
@@ -115,7 +138,7 @@ class ParameterClient:
 
         """
         self.server_name, self.server_ip, self.server_port = server_name, server_ip, server_port
-        self._token, self._timeout_s = checked_token(token, server_ip), timeout
+        self._token, self._timeout_s = token_for(token, server_ip), timeout
         self._rank = 0
         self._manifests: dict[int, WeightUpdateManifest] = {}
         self._read: dict[int, tuple[str, TensorBridge, Mapping[str, torch.Tensor]]] = {}
@@ -124,26 +147,29 @@ class ParameterClient:
         """Ask for the newest versions.
 
         Raises:
-            WeightBridgeUnavailableError: nobody answers there, or with another name or token.
+            SegmentError: nobody answers there, or without knowing the token.
+            WeightBridgeUnavailableError: a server of another name.
             TransferTimeout: not in time.
             MalformedManifest: the answer is none.
 
         """
-        catalog = self._ask("/catalog")
-        try:
-            self._rank = int(catalog["rank"])
-            told = {int(at): str(run["update_id"]) for at, run in catalog["runs"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._strange(error) from error
-        known = self._manifests
-        self._manifests = {
-            at: known[at]
-            if at in known and known[at].update_id == update_id
-            else WeightUpdateManifest.of(
-                str(self._ask(f"/runs/{at}").get("manifest")), caller="get"
-            )
-            for at, update_id in told.items()
-        }
+        known, found = self._manifests, dict[int, WeightUpdateManifest]()
+        with closing(self._connected()) as line:
+            for at, kept in line.ask(AskRuns(), Runs).runs.items():
+                _, newest = kept[-1]
+                if at in known and known[at].update_id == newest:
+                    found[at] = known[at]
+                elif text := line.ask(AskManifest(run_idx=at, weight_version=None), Told).manifest:
+                    found[at] = WeightUpdateManifest.of(text, caller="refresh_catalog")
+                # (Else the run ended in between.)
+        self._manifests = found
+
+    def _connected(self) -> "_Line":
+        line = _Line(
+            (self.server_ip, self.server_port), self.server_name, self._token, self._timeout_s
+        )
+        self._rank = line.rank
+        return line
 
     def manifest(self, run_idx: int) -> WeightUpdateManifest:
         """The newest version of a run, as of the last `refresh_catalog`.
@@ -255,48 +281,65 @@ class ParameterClient:
         self._read[run_idx] = manifest.update_id, bridge, tensors
         return tensors
 
-    def _ask(self, path: str) -> dict[str, Any]:
-        where = f"parameter server {self.server_name!r} at {self.server_ip}:{self.server_port}"
-        connection = http.client.HTTPConnection(
-            self.server_ip, self.server_port, timeout=self._timeout_s
+
+class _Line:
+    """A connection to one parameter server; all that is asked over it shares one deadline."""
+
+    def __init__(self, address: Address, server_name: str, token: bytes, within_s: float) -> None:
+        """Connect, prove both ways that the token is known, and name the server that is meant.
+
+        Raises:
+            SegmentError: nobody answers there, or without knowing the token.
+            WeightBridgeUnavailableError: a server of another name.
+            TransferTimeout: not in time.
+
+        """
+        host, port = address
+        what = f"parameter server {server_name!r}"
+        self._connector = Connector(what, host, port, magic=MAGIC, timeout_s=within_s)
+        self._channel: Channel = self._connector.connect(
+            token, identity_of(host, port), max_message_nbytes=MAX_MESSAGE_NBYTES
         )
-        headers = {NAME_HEADER: self.server_name, "Authorization": f"Bearer {self._token}"}
         try:
-            connection.request("GET", path, headers=headers)
-            reply = connection.getresponse()
-            text = reply.read(_MAX_ANSWER_NBYTES)
-        except TimeoutError as error:
-            msg = f"{where} did not answer within {self._timeout_s:g} s. See that trainer rank."
-            raise TransferTimeout(msg) from error
-        except (OSError, http.client.HTTPException) as error:
-            msg = (
-                f"{where} cannot be reached ({type(error).__name__}: {error}). Check that this "
-                "trainer rank runs, and its address."
+            join = Join(
+                worker="reader", rank=0, pid=os.getpid(), is_observer=True, server_name=server_name
             )
-            raise WeightBridgeUnavailableError(msg) from error
-        finally:
-            connection.close()
-        said = reply.getheader(NAME_HEADER)
-        if reply.status == http.client.OK and said != self.server_name:
-            msg = f"{where} calls itself {said!r}. Give both sides the same server_name."
+            welcome = self.ask(join, Welcome)
+        except BaseException:
+            self._channel.close()
+            raise
+        self.rank = welcome.rank
+        if welcome.server_name != server_name:
+            self._channel.close()
+            raise self._strange(f"it calls itself {welcome.server_name!r}")
+
+    def ask(self, message: Message, kind: type[_Answer]) -> _Answer:
+        """The answer to a message.
+
+        Raises:
+            WeightBridgeUnavailableError: the server refuses this side.
+            SegmentError: it hung up.
+            TransferTimeout: not in time.
+            MalformedManifest: it answered something else.
+
+        """
+        self._channel.send(message)
+        answer = from_server(self._connector.wait_for_message(self._channel))
+        if isinstance(answer, Refused):
+            msg = f"{self._connector.where} refuses this side: {answer.reason}."
             raise WeightBridgeUnavailableError(msg)
-        try:
-            answer = json.loads(text)
-        except ValueError as error:
-            raise self._strange(error) from error
-        if not isinstance(answer, dict):
-            raise self._strange(TypeError(f"a {type(answer).__name__}"))
-        if reply.status != http.client.OK:
-            kind = UnknownUpdate if reply.status == http.client.NOT_FOUND else None
-            msg = f"{where} refuses: {answer.get('error')} (status {reply.status})."
-            raise (kind or WeightBridgeUnavailableError)(msg)
+        if not isinstance(answer, kind):
+            raise self._strange(f"it answered {type(answer).__name__}")
         return answer
 
-    def _strange(self, error: Exception) -> MalformedManifest:
+    def close(self) -> None:
+        """Hang up."""
+        self._channel.close()
+
+    def _strange(self, cause: str) -> MalformedManifest:
         return MalformedManifest(
-            f"what answers at {self.server_ip}:{self.server_port} is no parameter server "
-            f"({type(error).__name__}: {error}). Check the address, and use one release on both "
-            "sides."
+            f"{self._connector.where} is no such server: {cause}. Check the address, and use one "
+            "release on both sides."
         )
 
 
@@ -304,38 +347,44 @@ def newest_version(
     addresses: Sequence[Address],
     run_idx: int,
     *,
+    weight_version: int | None = None,
     server_name: str = "lora_param_server",
     token: str | None = None,
     timeout: float = 30.0,
 ) -> WeightUpdateManifest:
-    """Ask all trainer ranks, and return the newest version of a run.
+    """Ask all trainer ranks whether they are there, and the first one for a version of a run.
 
     Args:
         addresses: of the parameter servers, by rank.
         run_idx: the run.
+        weight_version: this version; None is the newest.
         server_name: of the parameter servers, without the rank; each one is asked whether it is
             the one of its rank.
         token: see `ParameterServer`.
         timeout: seconds that all of it may take.
 
     Raises:
-        WeightBridgeUnavailableError: a trainer rank does not answer, or is another one.
+        SegmentError: a trainer rank does not answer, or without knowing the token.
+        WeightBridgeUnavailableError: a trainer rank is another one.
         TransferTimeout: not in time.
-        UnknownUpdate: there is no version of the run.
+        UnknownUpdate: there is no such version.
         IncompatibleUpdate: more or fewer ranks published it.
 
     """
-    until = time.monotonic() + timeout
-    clients = []
+    until, text = time.monotonic() + timeout, ""
     for rank, (host, port) in enumerate(addresses):
-        left = max(until - time.monotonic(), 1e-3)
-        client = ParameterClient(f"{server_name}_{rank}", host, port, token=token, timeout=left)
-        client.refresh_catalog()
-        clients.append(client)
-    if not clients:
+        name, left = f"{server_name}_{rank}", max(until - time.monotonic(), 1e-3)
+        with closing(_Line((host, port), name, token_for(token, host), left)) as line:
+            if not rank:
+                asked = AskManifest(run_idx=run_idx, weight_version=weight_version)
+                told = line.ask(asked, Told)
+                if not told.manifest:
+                    raise UnknownUpdate(f"parameter server {name!r}: {told.reason}.")
+                text = told.manifest
+    if not addresses:
         msg = f"run {run_idx}: no trainer address was given. Name one for each trainer rank."
         raise UnknownUpdate(msg)
-    manifest = clients[0].manifest(run_idx)
+    manifest = WeightUpdateManifest.of(text, caller="newest_version")
     ranks = manifest.world_size if isinstance(manifest, GroupManifest) else 1
     if ranks != len(addresses):
         msg = (
@@ -348,7 +397,8 @@ def newest_version(
 
 # ---- routes of vLLM's server ---------------------------------------------------------------------
 
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$")]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
+_Host = Annotated[str, AfterValidator(checked_address)]
 
 
 class LoadLoRAFromNIXL(BaseModel):
@@ -357,19 +407,21 @@ class LoadLoRAFromNIXL(BaseModel):
     Attributes:
         lora_name: by which clients ask for the version, in the field ``model``.
         run_idx: the trainer's run.
-        trainer_addresses: host and port of each rank's parameter server.
+        trainer_addresses: host, in numbers, and port of each rank's parameter server.
         lora_alpha: what the trainer's must be; None: whatever it is.
         timeout: seconds until the trainer ranks must have answered.
+        weight_version: the trainer's step that is meant; None: the newest.
 
     """
 
     model_config = ConfigDict(extra="forbid")
 
     lora_name: _Name
-    run_idx: int
-    trainer_addresses: list[Address]
+    run_idx: Annotated[int, Field(ge=0)]
+    trainer_addresses: list[tuple[_Host, Annotated[int, Field(ge=1, lt=2**16)]]]
     lora_alpha: float | None = None
     timeout: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    weight_version: Annotated[int, Field(ge=0)] | None = None
 
 
 class LoadLoRAFromFiles(BaseModel):
@@ -383,7 +435,7 @@ class LoadLoRAFromFiles(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    lora_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
+    lora_name: _Name
     lora_path: str
 
 
@@ -391,7 +443,8 @@ class UnloadLoRA(BaseModel):
     """The body of ``POST /unload_lora_adapter``.
 
     Attributes:
-        lora_name: as it was loaded; its adapter leaves the engine with all versions.
+        lora_name: as it was loaded. If it names the version that is active, the adapter leaves the
+            engine with all of its versions; an older version's name is only taken away.
 
     """
 
@@ -404,7 +457,7 @@ class _ServedClient(AsyncLLMClient):
     """The engine behind a server of this process, whose clients have the `AdapterTable`."""
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, table: AdapterTable) -> None:
-        super().__init__(engine, loop=loop)
+        super().__init__(engine, _CALL_S, loop=loop)
         self._table = table
 
     def adapters_in_use(self) -> frozenset[int]:
@@ -435,8 +488,44 @@ class _ServedClient(AsyncLLMClient):
         return version.label
 
 
+class _Stream:
+    """One run's versions in the engine. Runs have executors of their own: none waits for another.
+
+    Attributes:
+        run_idx: the run.
+        adapter: name of the run's adapter.
+        lock: of all that is done about it.
+        executor: brings its versions.
+        written: directories of it in the cache, the oldest first.
+
+    """
+
+    def __init__(self, run_idx: int, adapter: str, client: _ServedClient) -> None:
+        self.run_idx, self.adapter, self.lock = run_idx, adapter, threading.Lock()
+        self.executor = RolloutExecutor(
+            weight_transport="nixl",
+            weight_install_adapter=VLLMEngineAdapter(client),
+            suspicious="off",
+        )
+        self.written: list[Path] = []
+
+    def write(self, folder: Path, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the version into the cache; of older ones the last stays. Failures are logged."""
+        try:
+            _write_anew(folder, spec, tensors)
+        except (WeightBridgeError, OSError):  # the version serves all the same
+            _LOG.exception("adapter %s was not written to %s", spec.name, folder)
+            return
+        self.written = [one for one in self.written if one != folder] + [folder]
+        while len(self.written) > _KEPT:
+            shutil.rmtree(self.written.pop(0), ignore_errors=True)
+
+
 class PrimeRLRoutes:
-    """An endpoint plugin of vLLM: adapters from parameter servers and from files, and their end."""
+    """An endpoint plugin of vLLM: adapters from parameter servers and from files, and their end.
+
+    Its routes exist in development mode alone: whoever reaches them can change what is served.
+    """
 
     name = "rl_bridge_prime_rl"
     required_tasks = ("generate",)
@@ -446,17 +535,16 @@ class PrimeRLRoutes:
         self._engine: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._models: Any = None
-        self._lock = threading.Lock()
-        self._executor: RolloutExecutor | None = None
-        self._loaders: dict[str, LoRADiskLoader] = {}
-        self._installed: dict[str, str] = {}  # adapter -> its newest update
-        self._names: dict[str, str] = {}  # what clients ask by -> adapter
+        self._guard = threading.Lock()  # of both tables below, never held while something waits
+        self._streams: dict[str, _Stream] = {}  # by the adapter's name
+        self._loaders: dict[str, tuple[threading.Lock, LoRADiskLoader]] = {}
 
     def attach_router(self, app: Any) -> None:
-        """Add the routes."""
-        app.add_api_route("/load_lora_adapter_nixl", self.load_from_nixl, methods=["POST"])
-        app.add_api_route("/load_lora_adapter", self.load_from_files, methods=["POST"])
-        app.add_api_route("/unload_lora_adapter", self.unload, methods=["POST"])
+        """Add the routes, in development mode."""
+        if require("vllm.envs").VLLM_SERVER_DEV_MODE:
+            app.add_api_route("/load_lora_adapter_nixl", self.load_from_nixl, methods=["POST"])
+            app.add_api_route("/load_lora_adapter", self.load_from_files, methods=["POST"])
+            app.add_api_route("/unload_lora_adapter", self.unload, methods=["POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Keep what the routes need."""
@@ -465,7 +553,7 @@ class PrimeRLRoutes:
         self._models = state.openai_serving_models
 
     async def load_from_nixl(self, given: LoadLoRAFromNIXL) -> Any:
-        """Install the newest version of a run, and let clients ask for it by a name."""
+        """Install a version of a run, and let clients ask for it by a name."""
         return await self._answered(lambda: self._from_nixl(given))
 
     async def load_from_files(self, given: LoadLoRAFromFiles) -> Any:
@@ -476,19 +564,15 @@ class PrimeRLRoutes:
         """Take an adapter out of the engine, when no request has it any more."""
         return await self._answered(lambda: self._unload(given.lora_name))
 
-    async def _answered(self, action: Any) -> Any:
-        from fastapi.responses import JSONResponse
-
-        def turn() -> None:
-            with self._lock:
-                action()
-
+    async def _answered(self, action: Callable[[], None]) -> Any:
+        response = require("fastapi.responses").JSONResponse
         try:
-            await asyncio.to_thread(turn)
+            # In a thread of its own: what waits for requests must not keep others from beginning.
+            await asyncio.wrap_future(in_thread(action))
         except (WeightBridgeError, ValueError) as error:
-            is_gone = isinstance(error, WeightBridgeUnavailableError | TransferTimeout)
+            kinds = (WeightBridgeUnavailableError, SegmentError, TransferTimeout)
             body = {"status": "error", "error": f"{type(error).__name__}: {error}"}
-            return JSONResponse(body, status_code=503 if is_gone else 409)
+            return response(body, status_code=503 if isinstance(error, kinds) else 409)
         return {"status": "ok"}
 
     def _from_nixl(self, given: LoadLoRAFromNIXL) -> None:
@@ -496,6 +580,7 @@ class PrimeRLRoutes:
         manifest = newest_version(
             given.trainer_addresses,
             given.run_idx,
+            weight_version=given.weight_version,
             server_name=os.environ.get(SERVER_NAME, "lora_param_server"),
             timeout=given.timeout,
         )
@@ -504,43 +589,68 @@ class PrimeRLRoutes:
             msg = f"run {given.run_idx} holds no adapter. Broadcast the adapter alone."
             raise IncompatibleUpdate(msg)
         _check_alpha(spec, given)
-        self._on_loop(lambda: table.check_alias(given.lora_name, spec.name))
-        if self._executor is None:
-            adapter = VLLMEngineAdapter(_ServedClient(self._engine, self._running(), table))
-            self._executor = RolloutExecutor(
-                weight_transport="nixl", weight_install_adapter=adapter, suspicious="off"
+        with self._guard:
+            if spec.name not in self._streams:
+                made = _Stream(given.run_idx, spec.name, self._client())
+                self._streams[spec.name] = made
+            stream = self._streams[spec.name]
+        if stream.run_idx != given.run_idx:
+            msg = (
+                f"adapter {spec.name!r} of run {given.run_idx} has the name of run "
+                f"{stream.run_idx}'s, expected another one. Name the runs' adapters apart."
             )
-        if self._installed.get(spec.name) != manifest.update_id:  # else it is asked for once more
-            tensors = self._executor.update_weights(manifest)
-            self._installed[spec.name] = manifest.update_id
-            if folder := os.environ.get(CACHE_DIR):
-                _write_anew(Path(folder) / given.lora_name, spec, tensors)
-        self._on_loop(lambda: table.alias(given.lora_name, spec.name))
-        self._names[given.lora_name] = spec.name
+            raise IncompatibleUpdate(msg)
+        with stream.lock:
+            self._on_loop(lambda: table.check_alias(given.lora_name, spec.name))
+            path = Resident(spec.name, manifest.weight_version, manifest.update_id).path
+            label = self._on_loop(lambda: table.label_at(path))
+            tensors = None
+            if label is None:  # else it is asked for once more
+                tensors = stream.executor.update_weights(manifest)
+                label = self._on_loop(lambda: table.label_at(path))
+            self._on_loop(lambda: table.alias(given.lora_name, spec.name, str(label)))
+            if tensors is not None and (home := os.environ.get(CACHE_DIR)):
+                stream.write(Path(home) / given.lora_name, spec, tensors)
 
     def _from_files(self, given: LoadLoRAFromFiles) -> None:
-        loader = self._loaders.get(given.lora_name)
-        if loader is None:
-            client = _ServedClient(self._engine, self._running(), self._table())
-            loader = LoRADiskLoader(VLLMEngineAdapter(client), adapter=given.lora_name)
-            self._loaders[given.lora_name] = loader
-        loader.load({"names": [LORA_DISK_LOAD], "extras": [{"lora_disk_path": given.lora_path}]})
+        with self._guard:
+            if given.lora_name not in self._loaders:
+                adapter = VLLMEngineAdapter(self._client())
+                loader = LoRADiskLoader(adapter, adapter=given.lora_name)
+                self._loaders[given.lora_name] = threading.Lock(), loader
+            lock, loader = self._loaders[given.lora_name]
+        request = {"names": [LORA_DISK_LOAD], "extras": [{"lora_disk_path": given.lora_path}]}
+        with lock:
+            loader.load(request)
 
     def _unload(self, lora_name: str) -> None:
-        if lora_name in self._loaders:
-            loader = self._loaders[lora_name]
-            loader.executor.drop_adapter(lora_name)
-            del self._loaders[lora_name]
-            loader.close()
-        elif lora_name in self._names and self._executor is not None:
-            adapter = self._names[lora_name]
-            self._executor.drop_adapter(adapter)
-            self._installed.pop(adapter, None)
-            self._names = {name: one for name, one in self._names.items() if one != adapter}
-        else:
-            known = sorted({*self._loaders, *self._names})
-            msg = f"{lora_name!r} was not loaded here, expected one of {known}. Name one of them."
+        table = self._table()
+        with self._guard:
+            files = self._loaders.get(lora_name)
+        if files is not None:
+            lock, loader = files
+            with lock:
+                loader.executor.drop_adapter(lora_name)
+                loader.close()
+                with self._guard:
+                    del self._loaders[lora_name]
+            return
+        adapter = self._on_loop(lambda: table.unalias(lora_name))
+        if adapter is None:  # the name of an older version, which is taken away now
+            return
+        with self._guard:
+            stream = self._streams.get(adapter)
+        if stream is None:
+            msg = f"adapter {adapter!r} was not loaded by these routes. Name one that was."
             raise UnknownUpdate(msg)
+        with stream.lock:
+            stream.executor.drop_adapter(adapter)
+            stream.executor.close()
+            with self._guard:
+                del self._streams[adapter]
+
+    def _client(self) -> _ServedClient:
+        return _ServedClient(self._engine, self._running(), self._table())
 
     def _running(self) -> asyncio.AbstractEventLoop:
         assert self._loop is not None  # as the server runs
@@ -556,18 +666,13 @@ class PrimeRLRoutes:
             raise WeightBridgeUnavailableError(msg)
         return table
 
-    def _on_loop(self, action: Any) -> None:
+    def _on_loop(self, action: Callable[[], Any]) -> Any:
         """Do something with the table, which the server's event loop reads."""
-        done: Future[None] = Future()
 
-        def run() -> None:
-            try:
-                done.set_result(action())
-            except Exception as error:  # noqa: BLE001 - raised where the future is read
-                done.set_exception(error)
+        async def run() -> Any:
+            return action()
 
-        self._running().call_soon_threadsafe(run)
-        done.result(timeout=60.0)
+        return asyncio.run_coroutine_threadsafe(run(), self._running()).result(timeout=_CALL_S)
 
 
 def _check_alpha(spec: AdapterSpec, given: LoadLoRAFromNIXL) -> None:
@@ -597,8 +702,8 @@ def _write_anew(folder: Path, spec: AdapterSpec, tensors: Mapping[str, torch.Ten
 # ---- the orchestrator's pool ---------------------------------------------------------------------
 
 
-def trainer_addresses(weight_dir: str | Path) -> tuple[int, list[Address]]:
-    """Run and parameter servers of the version that a directory marks.
+def trainer_addresses(weight_dir: str | Path) -> tuple[int, list[Address], int | None]:
+    """Run, parameter servers and version that a directory marks; prime-rl's own names no version.
 
     The trainer's list of all hosts is taken; without one, all ranks are on the host that
     ``nixl_info.json`` names.
@@ -615,7 +720,8 @@ def trainer_addresses(weight_dir: str | Path) -> tuple[int, list[Address]]:
         if (folder / ENDPOINTS).exists():
             told = json.loads((folder / ENDPOINTS).read_text(encoding="utf-8"))
             addresses = [(str(at), int(port)) for at, port in told]
-        return int(info["run_idx"]), addresses
+        version = info.get("weight_version")
+        return int(info["run_idx"]), addresses, None if version is None else int(version)
     except (OSError, ValueError, KeyError, TypeError) as error:
         msg = (
             f"{folder} does not name the trainer's parameter servers ({type(error).__name__}: "
@@ -625,7 +731,11 @@ def trainer_addresses(weight_dir: str | Path) -> tuple[int, list[Address]]:
 
 
 class StaticInferencePool:
-    """All inference servers of a run, which get each version."""
+    """All inference servers of a run, which get each version.
+
+    Whole weights (``nccl``) are brought by executors in this process, which joins the broadcast:
+    with the backend ``nccl`` it needs a GPU. The servers are started in development mode.
+    """
 
     def __init__(
         self,
@@ -647,14 +757,15 @@ class StaticInferencePool:
         self.clients, self.admin_clients = list(clients), list(admin_clients)
         self._config, self._lora_alpha = weight_broadcast_config, lora_alpha
         self._executors: dict[str, RolloutExecutor] = {}
+        self._bridges: list[TensorBridge] = []
 
     async def update_weights(
         self, weight_dir: Path | str | None, lora_name: str | None = None, step: int = 0
     ) -> None:
         """Bring the version that a directory marks to all servers.
 
-        Each server has it or keeps what it had. Servers that have it go on with it, also if
-        others refused it.
+        A server that refuses it keeps what it had; others go on with the version. One that does
+        not answer may have it.
 
         Args:
             weight_dir: with the marker ``STABLE``.
@@ -663,39 +774,42 @@ class StaticInferencePool:
 
         Raises:
             MalformedManifest: the directory marks no version.
+            ValueError: an adapter without a name.
             WeightBridgeUnavailableError: servers refused it; the message names them.
 
         """
-        folder = Path(weight_dir or ".")
+        folder, config = Path(weight_dir or "."), self._config
+        if lora_name is None and not isinstance(config, NCCLWeightBroadcastConfig):
+            raise ValueError("lora_name=None: expected the name by which clients ask. Pass it.")
         if weight_dir is None or not (folder / STABLE).exists():
             msg = f"step {step}: {weight_dir} marks no version: {STABLE} is missing. Wait for it."
             raise MalformedManifest(msg)
-        match self._config:
-            case NIXLWeightBroadcastConfig(timeout=timeout):
-                run_idx, addresses = trainer_addresses(folder)
+        tasks: list[Any]
+        match config:
+            case NIXLWeightBroadcastConfig():
+                run_idx, addresses, version = trainer_addresses(folder)
                 body = {
                     "lora_name": lora_name,
                     "run_idx": run_idx,
                     "trainer_addresses": addresses,
                     "lora_alpha": self._lora_alpha,
-                    "timeout": timeout,
+                    "timeout": config.timeout,
+                    "weight_version": version,
                 }
-                tasks = [
-                    self._post(one, "load_lora_adapter_nixl", body) for one in self.admin_clients
-                ]
+                path, within_s = "load_lora_adapter_nixl", config.timeout + _INSTALL_S
+                tasks = [self._post(one, path, body, within_s) for one in self.admin_clients]
             case FileSystemWeightBroadcastConfig():
                 body = {"lora_name": lora_name, "lora_path": str(folder)}
-                tasks = [self._post(one, "load_lora_adapter", body) for one in self.admin_clients]
+                path = "load_lora_adapter"
+                tasks = [self._post(one, path, body, _INSTALL_S) for one in self.admin_clients]
             case NCCLWeightBroadcastConfig():
                 text = (folder / MANIFEST).read_text(encoding="utf-8")
-                tasks = [
-                    asyncio.to_thread(self._install, str(one.base_url), text)
-                    for one in self.admin_clients
-                ]
+                urls = [str(one.base_url) for one in self.admin_clients]
+                tasks = [asyncio.to_thread(self._install, url, text, config) for url in urls]
         failed = [one for one in await asyncio.gather(*tasks) if one]
         if failed:
             msg = (
-                f"step {step}: {len(failed)} of {len(tasks)} servers keep what they had: "
+                f"step {step}: {len(failed)} of {len(tasks)} servers did not take it: "
                 f"{'; '.join(failed)}. Mend that, and update again."
             )
             raise WeightBridgeUnavailableError(msg)
@@ -704,23 +818,33 @@ class StaticInferencePool:
         """Leave the servers, which go on with what they have."""
         while self._executors:
             self._executors.popitem()[1].close()
+        while self._bridges:
+            self._bridges.pop().close()
 
-    async def _post(self, client: Any, path: str, body: Mapping[str, Any]) -> str:
+    async def _post(self, client: Any, path: str, body: Mapping[str, Any], within_s: float) -> str:
         """Ask one server; returns why it refused, or nothing."""
         try:
-            reply = await client.post(f"/{path}", json=dict(body))
+            reply = await client.post(f"/{path}", json=dict(body), timeout=within_s)
         except Exception as error:  # noqa: BLE001 - of any client; the message names it
-            return f"{client.base_url}: {type(error).__name__}: {error}"
+            return f"{client.base_url} did not answer ({type(error).__name__}: {error})"
         return "" if reply.is_success else f"{client.base_url}: {reply.status_code}: {reply.text}"
 
-    def _install(self, url: str, manifest: str) -> str:
+    def _install(self, url: str, manifest: str, config: NCCLWeightBroadcastConfig) -> str:
         """Install a model's weights in one server; returns why it refused, or nothing."""
+        options = {"backend": config.backend, "timeout_s": config.timeout}
         try:
             if url not in self._executors:
+                bridge = make_weight_bridge(
+                    "broadcast",
+                    source_worker="pool",
+                    backend=config.backend,
+                    timeout_s=config.timeout,
+                )
+                self._bridges.append(bridge)
+                # (From an orchestrator that died: there is one at a time.)
+                adapter = VLLMEngineAdapter(url, transports={"broadcast": options}, take_over=True)
                 self._executors[url] = RolloutExecutor(
-                    weight_transport="broadcast",
-                    weight_install_adapter=VLLMEngineAdapter(url),
-                    suspicious="off",
+                    weight_bridge=bridge, weight_install_adapter=adapter, suspicious="off"
                 )
             self._executors[url].update_weights(manifest)
         except WeightBridgeError as error:

@@ -3,28 +3,29 @@
 A `ParameterServer` keeps the tensors of several runs under the keys ``lora:{run_idx}:{peft_key}``.
 prime-rl's readers read tensors while the optimizer may write to them; here they read versions.
 `ParameterServer.publish` seals what a run's tensors hold as a version of the transport ``nixl``,
-all ranks together, and from then on the server names that version to whoever asks. Each run has a
-bridge of its own, so that a run that begins or ends touches no other.
+all ranks together, and from then on the server gives that version's manifest to whoever asks. Each
+run has a bridge of its own, so that a run that begins or ends touches no other.
 
-The server itself answers two questions by HTTP at ``port + rank``: which runs there are
-(``/catalog``), and the manifest of a run's newest version (``/runs/{run_idx}``). Every reader of a
-manifest can read the weights, so both sides know a token, unless all of it stays on this machine.
+The server itself listens at ``port + rank``. Every reader of a manifest can read the weights, so
+both sides know a secret, unless all of it stays on this machine. The secret does not travel: each
+side proves that it knows it, for the address that is connected to (`Greeting`), so that nobody can
+pass a reader's proof on to another server.
 """
 
-import hmac
+import hashlib
 import json
 import os
-import socket
+import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
+from pydantic import Field, StrictStr
 
 from rl_bridge.bridge import TensorBridge, make_weight_bridge
 from rl_bridge.compat.prime_rl.config import (
@@ -34,13 +35,14 @@ from rl_bridge.compat.prime_rl.config import (
     NIXLWeightBroadcastConfig,
     WeightBroadcastConfig,
 )
-from rl_bridge.errors import (
-    IncompatibleUpdate,
-    TransportUnavailable,
-    UnknownUpdate,
-    WeightBridgeUnavailableError,
+from rl_bridge.errors import IncompatibleUpdate, UnknownUpdate, WeightBridgeUnavailableError
+from rl_bridge.groups import (
+    GroupExchange,
+    GroupPublisher,
+    Placement,
+    StoreExchange,
+    StoreOptions,
 )
-from rl_bridge.groups import GroupExchange, GroupPublisher, Placement, ProcessGroupExchange
 from rl_bridge.manifest import AdapterSpec, WeightUpdateManifest
 from rl_bridge.trainers import (
     FSDPWeightExtractor,
@@ -49,7 +51,11 @@ from rl_bridge.trainers import (
     write_peft,
 )
 from rl_bridge.trainers.chunks import whole_copies, wire_name
+from rl_bridge.trainers.gather import broadcast_json
 from rl_bridge.trainers.meshes import MeshView, is_dtensor, largest_mesh, local_of
+from rl_bridge.transports.wire.acceptor import listen
+from rl_bridge.transports.wire.channel import Channel, Count, Message, PeerJoin, Refused, parser
+from rl_bridge.transports.wire.server import Peer, PeerServer
 
 __all__ = [
     "FileSystemWeightBroadcast",
@@ -61,15 +67,17 @@ __all__ = [
 ]
 
 TOKEN = "RL_BRIDGE_PRIME_RL_TOKEN"  # noqa: S105 - the variable's name
-"""Environment variable of the token that parameter servers and their readers share."""
-NAME_HEADER = "X-Server-Name"
-"""Header by which each side says the parameter server's name."""
+"""Environment variable of the secret that parameter servers and their readers share."""
 LOOPBACK = frozenset({"127.0.0.1", "::1"})
+MAGIC = b"rlbprime"
+"""Names the protocol of parameter servers in greetings."""
+MAX_MESSAGE_NBYTES = 64 << 20
+"""A manifest of a large group travels in one message."""
 
 STABLE, NIXL_INFO, ENDPOINTS = "STABLE", "nixl_info.json", "nixl_endpoints.json"
 MANIFEST = "manifest.json"
 _KEPT = 2  # an engine may be reading the one before
-_CALL_S = 30.0
+_MAX_READERS = 1024
 
 Exchanges = Callable[[str], GroupExchange]
 """Makes a rank's way to the other ranks, for a group of that name."""
@@ -94,20 +102,82 @@ def run_of(key: str) -> tuple[int, str]:
     return int(number), name
 
 
-def checked_token(token: str | None, host: str) -> str:
-    """The token that was given, or the environment's; empty if all of it stays on this machine.
+def token_for(secret: str | None, host: str) -> bytes:
+    """What both sides of a greeting know: of the secret that was given, or the environment's.
 
     Raises:
         ValueError: there is none, and `host` is another machine's or reached by others.
 
     """
-    found = os.environ.get(TOKEN, "") if token is None else token
+    found = (os.environ.get(TOKEN, "") if secret is None else secret).strip()
     if not found and host not in LOOPBACK:
         raise ValueError(
             f"host={host!r}: whoever reaches it could read the weights, expected a token. Set "
             f"{TOKEN} to the same secret on the trainer's and the inference's side."
         )
-    return found
+    return hashlib.sha256(found.encode()).digest()
+
+
+def identity_of(host: str, port: int) -> str:
+    """What both sides of a greeting name: the address that is connected to."""
+    return f"{host} {port}"
+
+
+# ---- what a parameter server and its readers say -------------------------------------------------
+
+
+class Join(PeerJoin):
+    """From a reader: its first message, with the name of the server that it expects."""
+
+    kind: Literal["join"] = "join"
+    server_name: Annotated[StrictStr, Field(max_length=160)]
+
+
+class AskRuns(Message):
+    """From a reader: which versions are there?"""
+
+    kind: Literal["ask runs"] = "ask runs"
+
+
+class AskManifest(Message):
+    """From a reader: a run's manifest of this version; None is the newest."""
+
+    kind: Literal["ask manifest"] = "ask manifest"
+    run_idx: Count
+    weight_version: Count | None
+
+
+class Welcome(Message):
+    """From the server: its own name."""
+
+    kind: Literal["welcome"] = "welcome"
+    server_name: StrictStr
+    rank: Count
+
+
+class Runs(Message):
+    """From the server: of each run, version and update of all that is held, the newest last."""
+
+    kind: Literal["runs"] = "runs"
+    runs: dict[Count, tuple[tuple[Count, StrictStr], ...]]
+
+
+class Told(Message):
+    """From the server: a manifest, or why there is none."""
+
+    kind: Literal["told"] = "told"
+    manifest: StrictStr = ""
+    reason: StrictStr = ""
+
+
+from_reader: Callable[[bytes], Join | AskRuns | AskManifest | None] = parser(
+    Join | AskRuns | AskManifest
+)
+"""Parses a reader's message; None if the text is none."""
+from_server: Callable[[bytes], Welcome | Refused | Runs | Told | None] = parser(
+    Welcome | Refused | Runs | Told
+)
+"""Parses a server's message; None if the text is none."""
 
 
 # ---- the parameter server ------------------------------------------------------------------------
@@ -118,25 +188,22 @@ class _Run:
 
     def __init__(self, bridge: TensorBridge, group: GroupPublisher | None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.newest: WeightUpdateManifest | None = None
+        self.kept: tuple[WeightUpdateManifest, ...] = ()  # replaced as a whole: the server reads it
         self._bridge, self._group = bridge, group
-        self._kept: list[WeightUpdateManifest] = []
 
     def publish(
         self, source: WeightExtractor | None, version: int, adapter: AdapterSpec | None
     ) -> WeightUpdateManifest:
-        if self._group is None:
-            given = self.tensors if source is None else source
+        parts, placements = _placed(self.tensors) if source is None else ({}, None)
+        given = parts if source is None else source
+        if self._group is None:  # this rank has all of it, whatever its mesh says
             made = self._bridge.publish(given, weight_version=version, adapter=adapter)
-        elif source is None:
-            parts, placements = _placed(self.tensors)
-            made = self._group.publish(parts, placements, weight_version=version, adapter=adapter)
         else:
-            made = self._group.publish(source, weight_version=version, adapter=adapter)
-        self._kept.append(made)
-        while len(self._kept) > _KEPT:
-            self._release(self._kept.pop(0))
-        self.newest = made
+            made = self._group.publish(given, placements, weight_version=version, adapter=adapter)
+        every = (*self.kept, made)
+        self.kept = every[-_KEPT:]
+        for one in every[:-_KEPT]:
+            self._release(one)
         return made
 
     def _release(self, manifest: WeightUpdateManifest) -> None:
@@ -171,11 +238,65 @@ def _placed(
     return parts, placements
 
 
+class _Catalog(PeerServer[Peer, Join]):
+    """Answers the readers of one parameter server."""
+
+    def __init__(self, parameters: "ParameterServer", token: bytes, timeout_s: float) -> None:
+        self._parameters = parameters
+        super().__init__(
+            listen("nixl", parameters.host, parameters.port),
+            parameters.server_name,
+            magic=MAGIC,
+            token=token,
+            identity=identity_of(parameters.host, parameters.port),
+            join=Join,
+            parse=from_reader,
+            timeout_s=timeout_s,
+            max_members=_MAX_READERS,
+            max_message_nbytes=MAX_MESSAGE_NBYTES,
+        )
+
+    def _join(self, channel: Channel, join: Join) -> None:
+        own = self._parameters.server_name
+        if join.server_name != own:
+            self._refuse(
+                channel,
+                f"this is {own!r}, and {join.server_name!r} was asked for. Give both sides the "
+                "same server_name, and the addresses by rank",
+            )
+        elif self._has_room(channel):
+            self.members.append(Peer(channel, join))
+            channel.send(Welcome(server_name=own, rank=self._parameters.rank))
+
+    def _handle(self, member: Peer, message: Any) -> Message | None:
+        del member
+        held = self._parameters.versions()
+        if isinstance(message, AskRuns):
+            told = {
+                at: tuple((one.weight_version, one.update_id) for one in kept)
+                for at, kept in held.items()
+            }
+            return Runs(runs=told)
+        if isinstance(message, AskManifest):
+            asked, kept = message.weight_version, held.get(message.run_idx, ())
+            found = [one for one in kept if asked in {None, one.weight_version}]
+            if found:
+                return Told(manifest=found[-1].to_json())
+            versions = {at: [one.weight_version for one in kept] for at, kept in held.items()}
+            what = "version" if asked is None else f"version {asked}"
+            return Told(
+                reason=f"there is no {what} of run {message.run_idx}, expected one of {versions}. "
+                "Ask when the trainer has broadcast it"
+            )
+        return None
+
+
 class ParameterServer:
     """One trainer rank's server: keeps tensors by reference, and versions of what they held.
 
     Attributes:
         server_name: of this rank, ``{server_name}_{rank}``.
+        rank: this trainer rank.
         host: where it listens.
         port: of this rank.
 
@@ -193,7 +314,7 @@ class ParameterServer:
         timeout: float = 30.0,
         **options: object,
     ) -> None:
-        """Listen; nothing is answered before `run`.
+        """Listen, and answer in a thread of its own until `shutdown`.
 
         Args:
             server_name: of all ranks.
@@ -211,26 +332,14 @@ class ParameterServer:
             TransportUnavailable: the port is taken, or the address is not this machine's.
 
         """
-        self.server_name, self.host, self.port = f"{server_name}_{rank}", host, port + rank
-        self._base, self._rank, self._exchange, self._timeout_s = (
-            server_name,
-            rank,
-            exchange,
-            timeout,
-        )
+        self.server_name, self.rank = f"{server_name}_{rank}", rank
+        self.host, self.port = host, port + rank
+        self._base, self._exchange, self._timeout_s = server_name, exchange, timeout
         self._options = options
-        self._token = checked_token(token, host)
         self._runs: dict[int, _Run] = {}
         self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
-        try:
-            self._http = _Catalog((host, self.port), self)
-        except OSError as error:
-            raise TransportUnavailable(
-                "nixl",
-                f"nothing can listen at {host} port {self.port}: {error}",
-                "Choose an address of this machine, and a port that is free on it.",
-            ) from error
+        self._ended = threading.Event()
+        self._catalog = _Catalog(self, token_for(token, host), timeout)
 
     # ---- tensors --------------------------------------------------------------------------------
 
@@ -306,15 +415,10 @@ class ParameterServer:
                 raise UnknownUpdate(msg)
             return run.publish(source, weight_version, adapter)
 
-    def newest(self, run_idx: int) -> WeightUpdateManifest | None:
-        """The newest version of a run; None if there is none."""
-        run = self._runs.get(run_idx)
-        return None if run is None else run.newest
-
-    def runs(self) -> dict[int, WeightUpdateManifest]:
-        """Newest version of each run that has one."""
-        found = {at: run.newest for at, run in list(self._runs.items())}
-        return {at: one for at, one in found.items() if one is not None}
+    def versions(self) -> dict[int, tuple[WeightUpdateManifest, ...]]:
+        """What is held of each run that has a version, the newest last."""
+        found = {at: run.kept for at, run in list(self._runs.items())}
+        return {at: kept for at, kept in found.items() if kept}
 
     def end_run(self, run_idx: int) -> None:
         """Forget a run, with its tensors and versions; others notice nothing. Idempotent."""
@@ -325,107 +429,43 @@ class ParameterServer:
 
     def _run(self, run_idx: int) -> _Run:
         if run_idx not in self._runs:
+            group = None
+            exchange = None if self._exchange is None else self._exchange(f"{self._base}/{run_idx}")
             bridge = make_weight_bridge(
                 "nixl",
                 source_worker=self.server_name,
-                source_rank=self._rank,
+                source_rank=self.rank,
                 address=self.host,
                 server_name=self._base,
                 timeout_s=self._timeout_s,
                 suspicious="off",
                 **self._options,
             )
-            group = None
-            if self._exchange is not None:
-                exchange = self._exchange(f"{self._base}/{run_idx}")
+            if exchange is not None:
                 group = GroupPublisher(bridge, exchange, timeout_s=self._timeout_s)
             self._runs[run_idx] = _Run(bridge, group)
         return self._runs[run_idx]
 
-    # ---- the server -----------------------------------------------------------------------------
+    # ---- its end --------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Answer until `shutdown`."""
-        self._http.serve_forever()
-
-    def start(self) -> None:
-        """Answer in a thread of its own, until `shutdown`."""
-        self._thread = threading.Thread(target=self.run, name="rlb-parameters", daemon=True)
-        self._thread.start()
+        """Wait for `shutdown`: it answers in a thread of its own anyway."""
+        self._ended.wait()
 
     def shutdown(self) -> None:
         """End all runs, and stop to listen. Idempotent."""
         for run_idx in list(self._runs):
             self.end_run(run_idx)
-        if self._thread is not None:
-            self._http.shutdown()  # which waits for `run`
-            self._thread = None
-        self._http.server_close()
+        self._catalog.close()
+        self._ended.set()
 
     def __enter__(self) -> Self:
-        """Use as a context manager: answers from now on."""
-        self.start()
+        """Use as a context manager."""
         return self
 
     def __exit__(self, *_exc: object) -> None:
         """Shut down."""
         self.shutdown()
-
-    def answer(self, path: str, name: str | None, token: str) -> tuple[int, object]:
-        """Status and JSON of the answer to a question."""
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
-            return 401, {
-                "error": f"the token is another one. Set {TOKEN} to the same on both sides."
-            }
-        if name != self.server_name:
-            return 409, {
-                "error": f"this is {self.server_name!r}, and {name!r} was asked for. Give both "
-                "sides the same server_name, and the addresses by rank."
-            }
-        runs = self.runs()
-        if path == "/catalog":
-            return 200, {
-                "rank": self._rank,
-                "runs": {at: {"update_id": one.update_id} for at, one in runs.items()},
-            }
-        kind, _, at = path.removeprefix("/").partition("/")
-        if kind == "runs" and at.isdecimal() and int(at) in runs:
-            return 200, {"manifest": runs[int(at)].to_json()}
-        return 404, {
-            "error": f"{path} is not here, expected /catalog or one of its runs {list(runs)}."
-        }
-
-
-class _Catalog(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, address: tuple[str, int], parameters: ParameterServer) -> None:
-        self.parameters = parameters
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        super().__init__(address, _Questions)
-
-
-class _Questions(BaseHTTPRequestHandler):
-    timeout = _CALL_S
-    server: _Catalog
-
-    def do_GET(self) -> None:
-        """Answer one question."""
-        parameters, said = self.server.parameters, self.headers
-        token = said.get("Authorization", "").removeprefix("Bearer").strip()
-        status, body = parameters.answer(self.path, said.get(NAME_HEADER), token)
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.send_header(NAME_HEADER, parameters.server_name)
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None:
-        """Write nothing for each question."""
 
 
 # ---- broadcasts ----------------------------------------------------------------------------------
@@ -440,6 +480,7 @@ class _BroadcastRun:
         name: of its adapter.
         is_registered: its tensors were registered, and do not come with the model.
         extractor: of the model.
+        model: that it was made for.
 
     """
 
@@ -447,6 +488,7 @@ class _BroadcastRun:
     name: str
     is_registered: bool
     extractor: WeightExtractor | None = None
+    model: Any = None
 
 
 class WeightBroadcast(ABC):
@@ -516,8 +558,8 @@ class WeightBroadcast(ABC):
             if run is None:
                 msg = f"run {run_idx} is unknown, expected one of {sorted(self._runs)}. Create it."
                 raise UnknownUpdate(msg)
-            if model is not None and run.extractor is None and not run.is_registered:
-                run.extractor = self._extractor(model, run.name)
+            if model is not None and run.model is not model and not run.is_registered:
+                run.extractor, run.model = self._extractor(model, run.name), model
             self._broadcast(run_idx, run, its)
 
     @abstractmethod
@@ -548,13 +590,29 @@ class WeightBroadcast(ABC):
         if isinstance(model, WeightExtractor):
             return model
         adapter = None if self.lora_config is None else name
-        kind = StateDictExtractor if self.world_size == 1 else FSDPWeightExtractor
+        others = sorted(one.name for one in self._runs.values() if not one.is_registered)
+        if (
+            adapter is not None
+            and len(others) > 1
+            and name not in getattr(model, "peft_config", ())
+        ):
+            msg = (
+                f"the model has no adapter {name!r}, and runs {others} are to come of it: expected "
+                "an adapter of each one's name. Register the runs' own tensors."
+            )
+            raise IncompatibleUpdate(msg)
+        is_sharded = self.world_size > 1 or any(map(is_dtensor, model.parameters()))
+        kind = FSDPWeightExtractor if is_sharded else StateDictExtractor
         return kind(model, adapter=adapter)
 
     def _mark(self, folder: Path, files: Mapping[str, object]) -> None:
-        """Write a version's files, and then its marker; rank 0 does."""
+        """Write a version's files, and then its marker; rank 0 does.
+
+        A marker of an earlier life of the training goes first.
+        """
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / STABLE).unlink(missing_ok=True)
             for name, content in files.items():
                 _write(folder / name, content if isinstance(content, str) else json.dumps(content))
             _write(folder / STABLE, "")
@@ -564,9 +622,9 @@ class WeightBroadcast(ABC):
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file durably; nobody meets half of it, and nobody else may read it."""
+    """Write a file durably; nobody meets half of it. A manifest leads to the weights."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.touch(mode=0o600)
+    beside.touch(mode=0o600 if path.name == MANIFEST else 0o666)
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -585,7 +643,14 @@ def step_folder(run_directory: Path, step: int) -> Path:
 
 
 class NIXLWeightBroadcast(WeightBroadcast):
-    """Shards of adapters, which stay where they are: engines read them from all ranks."""
+    """Shards of adapters, which stay where they are: engines read them from all ranks.
+
+    Attributes:
+        param_server: this rank's.
+        server_name: of it.
+        port: of it.
+
+    """
 
     def __init__(
         self,
@@ -596,21 +661,21 @@ class NIXLWeightBroadcast(WeightBroadcast):
         exchange: Exchanges | None = None,
         **options: Any,
     ) -> None:
-        """Start this rank's parameter server.
+        """Start this rank's parameter server; all ranks call it together.
 
         Args:
             output_dir: see `WeightBroadcast`.
             config: with this rank's host.
             lora_config: of the adapters.
-            exchange: how the ranks talk, see `ParameterServer`; None: over torch.distributed's
-                default process group, whose backend must move CPU tensors.
+            exchange: how the ranks talk, see `ParameterServer`; None: over a store that rank 0
+                has, so that a rank that is late costs a version and no process group.
             options: of `ParameterServer`.
 
         """
         super().__init__(output_dir, lora_config)
         self.config, self._alpha = config, lora_config.alpha
         if exchange is None and self.world_size > 1:
-            exchange = _by_process_group
+            exchange = _over_a_store(config.host)
         self.param_server = ParameterServer(
             config.server_name,
             config.port,
@@ -620,7 +685,7 @@ class NIXLWeightBroadcast(WeightBroadcast):
             timeout=config.timeout,
             **options,
         )
-        self.param_server.start()
+        self.server_name, self.port = self.param_server.server_name, self.param_server.port
 
     def on_run_deleted(self, run_idx: int) -> None:
         """Forget a run. See `WeightBroadcast`."""
@@ -646,6 +711,7 @@ class NIXLWeightBroadcast(WeightBroadcast):
                 "host": self.config.host,
                 "base_port": self.config.port,
                 "world_size": self.world_size,
+                "weight_version": step,
             }
             parts = getattr(manifest, "parts", (manifest,))
             hosts = [part.handle["endpoint"]["address"] for part in parts]
@@ -654,9 +720,21 @@ class NIXLWeightBroadcast(WeightBroadcast):
             self._mark(folder, {NIXL_INFO: info, ENDPOINTS: endpoints})
 
 
-def _by_process_group(name: str) -> GroupExchange:
-    del name  # all runs publish in one order
-    return ProcessGroupExchange()
+def _over_a_store(host: str) -> Exchanges:
+    """The ranks meet in a store of rank 0's; where it is, they are told over a group of Gloo's."""
+    group, rank, world_size = dist.new_group(backend="gloo"), dist.get_rank(), dist.get_world_size()
+    store = None
+    if rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # torch does not list it
+    where = [host, 0 if store is None else store.port]
+    host, port = broadcast_json(where, source=0, group=group, device=torch.device("cpu"))
+    if store is None:
+        store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]  # as above
+
+    def exchange(name: str) -> GroupExchange:
+        return StoreExchange(StoreOptions(store, name), rank=rank, world_size=world_size)
+
+    return exchange
 
 
 class FileSystemWeightBroadcast(WeightBroadcast):
@@ -675,13 +753,28 @@ class FileSystemWeightBroadcast(WeightBroadcast):
         tensors = whole_copies(run.extractor.full(), is_kept=self.rank == 0)
         if self.rank == 0:
             folder = step_folder(run.directory, step)
-            try:
-                folder.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                msg = f"{folder.parent} cannot be made: {error.strerror}. Name another output_dir."
-                raise WeightBridgeUnavailableError(msg) from error
+            _make_way(folder)
             write_peft(folder, run.extractor.adapter, tensors)
             self._mark(folder, {})
+
+
+def _make_way(folder: Path) -> None:
+    """Let a directory be written anew: one of an earlier life of the training goes.
+
+    Raises:
+        WeightBridgeUnavailableError: it cannot be done.
+
+    """
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            (folder / STABLE).unlink(missing_ok=True)  # nobody begins to read it any more
+            folder.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        msg = f"{folder} cannot be written anew: {error.strerror}. Name another output_dir."
+        raise WeightBridgeUnavailableError(msg) from error
 
 
 class NCCLWeightBroadcast(WeightBroadcast):

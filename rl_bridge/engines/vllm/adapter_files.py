@@ -111,7 +111,7 @@ class _OneAdapter(TransactionalAdapter):
         assert spec is not None  # as the executor chose this
         require_plain(spec, spec.others(tensors))
         check_finite(tensors, tensors)
-        version = Resident(spec.name, manifest.weight_version, manifest.update_id)
+        version = Resident.beside(self._residents, manifest)
         self._staged = version, manifest
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -78,6 +78,12 @@ class AdapterTable(dict[str, Any]):
         self._ours[adapter] = set(named)
         self._aliases[adapter] = {name: label for name, label in aliases.items() if name in named}
 
+    def label_at(self, path: str) -> str | None:
+        """Label of the version with this path; None if it is not offered."""
+        ours = {name for names in self._ours.values() for name in names}
+        found = (one for name, one in self.items() if name in ours and one.lora_path == path)
+        return next((str(one.lora_name) for one in found), None)
+
     def check_alias(self, name: str, adapter: str) -> None:
         """Refuse another name for versions of an adapter.
 
@@ -85,25 +91,49 @@ class AdapterTable(dict[str, Any]):
             ValueError: it is the name of something else.
 
         """
-        if name not in self._ours.get(adapter, {adapter}) and (
-            name in self or self._is_model(name)
-        ):
+        is_own = name == adapter or name in self._aliases.get(adapter, {})
+        if not is_own and (name in self or self._is_model(name)):
             raise ValueError(f"the server serves {name!r} already. Ask by another name")
 
-    def alias(self, name: str, adapter: str) -> None:
-        """Let clients ask by one more name for the version that is active now.
+    def alias(self, name: str, adapter: str, label: str) -> None:
+        """Let clients ask by one more name for a version.
 
         It stays that version's, until it is given again or the version is dropped.
 
+        Args:
+            name: the name; that of the adapter itself changes nothing.
+            adapter: of the version.
+            label: of the version.
+
         Raises:
-            ValueError: it is the name of something else.
+            ValueError: it is the name of something else, or the version is not offered.
 
         """
         self.check_alias(name, adapter)
+        if label not in self._ours.get(adapter, set()):
+            raise ValueError(f"version {label!r} is not offered. Install it again")
         if name != adapter:
-            self[name] = one = super().__getitem__(adapter)
+            self[name] = super().__getitem__(label)
             self._ours[adapter].add(name)
-            self._aliases[adapter][name] = one.lora_name
+            self._aliases[adapter][name] = label
+
+    def unalias(self, name: str) -> str | None:
+        """Take a name away that is an older version's; the adapter, if it is the active one's.
+
+        Raises:
+            ValueError: it is no name of an adapter that versions are offered of.
+
+        """
+        for adapter, aliases in self._aliases.items():
+            if name in self and (name == adapter or name in aliases):
+                active = super().get(adapter)
+                if name == adapter or active is None or aliases[name] == active.lora_name:
+                    return adapter
+                del self[name], aliases[name]
+                self._ours[adapter].discard(name)
+                return None
+        known = sorted(self._aliases.keys() & self.keys())
+        raise ValueError(f"{name!r} was not loaded, expected one of {known}")
 
     def used(self) -> list[int]:
         """Ids of our adapters that a request has."""
