@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.vllm.client import ServerClient
 from rl_bridge.engines.vllm.endpoint import AdapterTable
@@ -19,13 +20,12 @@ from rl_bridge.errors import (
     UnknownUpdate,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.testing.processes import until
 from rl_bridge.vllm import VLLMAdapterFiles, VLLMEngineAdapter
-from tests.engines.adapter_suite import of_rank
+from tests.engines.adapter_suite import LONG_RUNS, Adapted, check_a_long_run, of_rank, spec_of
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, start
-from tests.engines.models import ADAPTER, Checkpoints, Kind
+from tests.engines.models import Checkpoints, Kind
 from tests.engines.served import DEV, Served, served
 from tests.engines.test_adapters import LORA
 
@@ -33,32 +33,13 @@ pytestmark = pytest.mark.timeout(600)  # engines start
 KIND = Kind("qwen3")
 
 
-class Adapted:
+class ServerAdapted(Adapted):
     """A server, and an executor that knows its URL."""
 
-    def __init__(self, server: Served, folders: list[str], fresh: list[Answers]) -> None:
-        self.server, self.fresh = server, fresh
-        self.weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]
-        self.bridge = make_weight_bridge("shared-memory", suspicious="off")
-        self.executor = RolloutExecutor(
-            weight_install_adapter=VLLMEngineAdapter(server.url, timeout_s=60.0), suspicious="off"
-        )
-        self.count = 0
+    engine: Served
 
-    def publish(self, number: int) -> WeightUpdateManifest:
-        self.count += 1
-        spec = AdapterSpec.of_peft("policy", ADAPTER, [])
-        return self.bridge.publish(self.weights[number], weight_version=self.count, adapter=spec)
-
-    def update(self, number: int) -> int:
-        manifest = self.publish(number)
-        self.executor.update_weights(manifest)
-        self.bridge.release(manifest.update_id)
-        return manifest.weight_version
-
-    def close(self) -> None:
-        self.executor.close()
-        self.bridge.close()
+    def asked(self, request: Any) -> Answers:
+        return self.engine.answers(**({} if request is None else {"model": request}))
 
 
 @pytest.fixture(
@@ -70,62 +51,71 @@ def adapted(
     request: pytest.FixtureRequest,
     checkpoints: Checkpoints,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Adapted]:
+) -> Iterator[ServerAdapted]:
     from vllm.lora.request import LoRARequest
 
     path, folders = checkpoints.path(KIND, 0), [checkpoints.adapter(number) for number in (0, 1)]
     with start(Setting(KIND), path, **LORA) as llm:
         asked = [None, *(LoRARequest(f"file{i}", i + 1, f) for i, f in enumerate(folders))]
         # One at a time, as the server is asked: sums depend on what is computed together.
-        fresh = [
+        fresh: list[Any] = [
             tuple(answers(llm, (prompt,), lora_request=one)[0] for prompt in PROMPTS)
             for one in asked
         ]
+    weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]
     setting = Setting(KIND, in_process=False, ranks=request.param)
     log = tmp_path_factory.mktemp("server") / "log"
     environment = {**DEV, "VLLM_PLUGINS": "rl_bridge", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with served(setting, path, log, options=LORA, environment=environment) as server:
-        made = Adapted(server, folders, fresh)
-        yield made
-        made.close()
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            served(setting, path, log, options=LORA, environment=environment)
+        )
+        bridge = stack.enter_context(make_weight_bridge("shared-memory", suspicious="off"))
+        executor = stack.enter_context(
+            RolloutExecutor(
+                weight_install_adapter=VLLMEngineAdapter(server.url, timeout_s=60.0),
+                suspicious="off",
+            )
+        )
+        yield ServerAdapted(server, executor, bridge, fresh, weights)
 
 
 def test_clients_who_ask_for_the_adapter_get_the_active_version_and_are_told_which(
-    adapted: Adapted,
+    adapted: ServerAdapted,
 ) -> None:
     for number in (0, 1, 0):
         version = adapted.update(number)
-        assert adapted.server.answers(model="policy") == adapted.fresh[1 + number]
+        assert adapted.engine.answers(model="policy") == adapted.fresh[1 + number]
         assert adapted.executor.lora_request("policy") == f"policy@{version}"
         body = {"model": "policy", "prompt": PROMPTS[0], "max_tokens": 1}
-        reply = adapted.server.call("v1/completions", json=body)
+        reply = adapted.engine.call("v1/completions", json=body)
         assert reply.json()["model"] == f"policy@{version}"
-    assert adapted.server.answers() == adapted.fresh[0]
+    assert adapted.engine.answers() == adapted.fresh[0]
 
 
 def test_a_version_can_be_asked_for_until_it_is_dropped_and_is_not_found_after_that(
-    adapted: Adapted,
+    adapted: ServerAdapted,
 ) -> None:
     first, second = adapted.update(0), adapted.update(1)
-    assert adapted.server.answers(model=f"policy@{first}") == adapted.fresh[1]
+    assert adapted.engine.answers(model=f"policy@{first}") == adapted.fresh[1]
     adapted.update(0)
     adapted.update(0)
-    assert adapted.server.answers(model=f"policy@{second + 1}") == adapted.fresh[1]
+    assert adapted.engine.answers(model=f"policy@{second + 1}") == adapted.fresh[1]
     body = {"model": f"policy@{first}", "prompt": PROMPTS[0]}
-    reply = adapted.server.call("v1/completions", json=body)
+    reply = adapted.engine.call("v1/completions", json=body)
     assert reply.status_code == httpx.codes.NOT_FOUND
     with pytest.raises(UnknownUpdate):
         adapted.executor.lora_request("policy", first)
 
 
 def test_a_request_ends_under_the_version_that_it_began_with_while_others_come(
-    adapted: Adapted,
+    adapted: ServerAdapted,
 ) -> None:
     adapted.update(0)
-    alone = adapted.server.generate(PROMPTS[0], 300, model="policy")["token_ids"]
+    alone = adapted.engine.generate(PROMPTS[0], 300, model="policy")["token_ids"]
     found: list[Any] = []
     asking = threading.Thread(
-        target=lambda: found.append(adapted.server.generate(PROMPTS[0], 300, model="policy"))
+        target=lambda: found.append(adapted.engine.generate(PROMPTS[0], 300, model="policy"))
     )
     asking.start()
     until(lambda: adapted.executor.adapter_version("policy") and used(adapted), what="it is asked")
@@ -133,31 +123,31 @@ def test_a_request_ends_under_the_version_that_it_began_with_while_others_come(
         adapted.update(number)
     asking.join()
     assert found[0]["token_ids"] == alone
-    assert adapted.server.answers(model="policy") == adapted.fresh[2]
+    assert adapted.engine.answers(model="policy") == adapted.fresh[2]
     until(lambda: not used(adapted), what="no request has a version")
 
 
-def used(adapted: Adapted) -> list[int]:
-    reply = adapted.server.call("rl_bridge/adapters", method="GET")
+def used(adapted: ServerAdapted) -> list[int]:
+    reply = adapted.engine.call("rl_bridge/adapters", method="GET")
     return list(reply.json()["used"])
 
 
 def test_a_byte_that_changed_on_its_way_is_found_and_clients_get_the_version_before(
-    adapted: Adapted,
+    adapted: ServerAdapted,
 ) -> None:
     version = adapted.update(0)
     manifest = adapted.publish(1)
     flip_byte(arena_address(adapted.bridge.publisher.end, manifest.update_id, manifest.handle))
     with pytest.raises(ChecksumMismatch):
         adapted.executor.update_weights(manifest)
-    assert adapted.server.answers(model="policy") == adapted.fresh[1]
+    assert adapted.engine.answers(model="policy") == adapted.fresh[1]
     body = {"model": f"policy@{version + 1}", "prompt": PROMPTS[0]}
-    reply = adapted.server.call("v1/completions", json=body)
+    reply = adapted.engine.call("v1/completions", json=body)
     assert reply.status_code == httpx.codes.NOT_FOUND
 
 
 def test_a_version_of_which_the_server_s_answer_is_lost_is_taken_back_from_its_clients_too(
-    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+    adapted: ServerAdapted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version, offer = adapted.update(0), ServerClient.offer_adapter
 
@@ -171,23 +161,29 @@ def test_a_version_of_which_the_server_s_answer_is_lost_is_taken_back_from_its_c
         with pytest.raises(DeadlineExceeded, match="planted"):
             adapted.executor.update_weights(adapted.publish(1))
         assert adapted.executor.lora_request("policy") == f"policy@{version}"
-        assert adapted.server.answers(model="policy") == adapted.fresh[1]
+        assert adapted.engine.answers(model="policy") == adapted.fresh[1]
     adapted.update(1)
-    assert adapted.server.answers(model="policy") == adapted.fresh[2]
+    assert adapted.engine.answers(model="policy") == adapted.fresh[2]
 
 
-def test_the_next_driver_offers_what_is_resident(adapted: Adapted) -> None:
+def test_the_next_driver_offers_what_is_resident(adapted: ServerAdapted) -> None:
     version = adapted.update(1)
     with RolloutExecutor(
-        weight_install_adapter=VLLMEngineAdapter(adapted.server.url, take_over=True)
+        weight_install_adapter=VLLMEngineAdapter(adapted.engine.url, take_over=True)
     ) as second:
         manifest = adapted.publish(0)
         second.update_weights(manifest)
-        adapted.bridge.release(manifest.update_id)
-        assert adapted.server.answers(model="policy") == adapted.fresh[1]
+        assert adapted.engine.answers(model="policy") == adapted.fresh[1]
         assert second.lora_request("policy", version) == f"policy@{version}"
-        assert adapted.server.answers(model=f"policy@{version}") == adapted.fresh[2]
+        assert adapted.engine.answers(model=f"policy@{version}") == adapted.fresh[2]
     adapted.executor.recover()
+
+
+@LONG_RUNS
+def test_a_long_run_leaves_as_much_memory_and_as_many_descriptors_as_it_found(
+    adapted: ServerAdapted, updates: int
+) -> None:
+    check_a_long_run(adapted, updates)
 
 
 def test_a_version_is_in_use_from_the_moment_in_which_it_is_looked_up() -> None:
@@ -217,18 +213,17 @@ def test_a_name_that_the_server_has_already_is_not_taken(
 
 
 def test_a_server_without_rl_bridge_takes_files_and_the_acknowledgement_says_unproven(
-    adapted: Adapted, tmp_path: Path
+    adapted: ServerAdapted, tmp_path: Path
 ) -> None:
     with RolloutExecutor(
-        weight_install_adapter=VLLMAdapterFiles(adapted.server.url, tmp_path), suspicious="off"
+        weight_install_adapter=VLLMAdapterFiles(adapted.engine.url, tmp_path), suspicious="off"
     ) as executor:
         for number in (1, 0, 1):
             manifest = adapted.publish(number)
             executor.update_weights(manifest)
-            adapted.bridge.release(manifest.update_id)
             name = executor.lora_request("policy")
             assert name == f"policy@{manifest.weight_version}"
-            assert adapted.server.answers(model=name) == adapted.fresh[1 + number]
+            assert adapted.engine.answers(model=name) == adapted.fresh[1 + number]
             ack = executor.last_ack
             assert ack is not None
             assert (ack.proof.method, ack.proof.root) == ("unproven", "")
@@ -236,15 +231,13 @@ def test_a_server_without_rl_bridge_takes_files_and_the_acknowledgement_says_unp
             executor.lora_request("policy", manifest.weight_version - 2)
         # (A matrix of another width it would take, which is what "unproven" means.)
         wrong = of_rank(adapted.weights[0], 32)
-        spec = AdapterSpec.of_peft("policy", {**ADAPTER, "r": 32}, [])
-        adapted.count += 1
-        bad = adapted.bridge.publish(wrong, weight_version=adapted.count, adapter=spec)
+        bad = adapted.publish_as(spec_of(wrong), wrong)
         with pytest.raises(WeightBridgeUnavailableError, match="answered /v1/load_lora_adapter"):
             executor.update_weights(bad)
         assert executor.adapter_version("policy") == manifest.weight_version
-        assert adapted.server.answers(model=f"policy@{manifest.weight_version}") == adapted.fresh[2]
+        assert adapted.engine.answers(model=f"policy@{manifest.weight_version}") == adapted.fresh[2]
         assert not list(tmp_path.glob(f"policy@{bad.weight_version}-*"))
         executor.drop_adapter("policy")
         body = {"model": f"policy@{manifest.weight_version}", "prompt": PROMPTS[0]}
-        reply = adapted.server.call("v1/completions", json=body)
+        reply = adapted.engine.call("v1/completions", json=body)
         assert reply.status_code == httpx.codes.NOT_FOUND
