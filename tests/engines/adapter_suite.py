@@ -11,17 +11,20 @@ import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest
+from rl_bridge.compat.skyrl import LORA_DISK_LOAD, LoRADiskLoader
 from rl_bridge.errors import (
     ChecksumMismatch,
     IncompatibleUpdate,
     SessionRefused,
     UnknownUpdate,
     WeightBridgeError,
+    WeightBridgeUnavailableError,
 )
 from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.faults import arena_address, flip_byte
-from tests.engines.models import ADAPTER
+from rl_bridge.trainers import write_peft
+from tests.engines.models import ADAPTER, Checkpoints
 
 DAMAGES = (
     # unsloth-zoo #941: gate's adapter in the place of up's
@@ -162,7 +165,8 @@ def check_a_long_run(engine: Adapted, updates: int) -> None:
         pid: (after[pid][0] - descriptors, (after[pid][1] - memory) >> 10)
         for pid, (descriptors, memory) in before.items()
     }
-    assert all(more == 0 and mib < 4 for more, mib in grown.values()), grown
+    # (Fewer, where a server had not yet closed the connection of a client that has gone.)
+    assert all(more <= 0 and mib < 4 for more, mib in grown.values()), grown
     # Others on this machine have names there too; what leaks would be there once for each version.
     assert len(set(Path("/dev/shm").iterdir()) - names) < updates // 4
     assert engine.answers() == engine.fresh[1 + (updates - 1) % 2]
@@ -382,6 +386,33 @@ class AdapterSuite:
             engine.executor.lora_request("policy")
         engine.update(1)
         assert engine.answers() == engine.fresh[2]
+
+    def test_a_directory_that_skyrl_names_is_installed_and_proven_and_a_bad_one_changes_nothing(
+        self, engine: Breakable, checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        def request(folder: str, **version: int) -> dict[str, Any]:
+            return {"names": [LORA_DISK_LOAD], "extras": [{"lora_disk_path": folder, **version}]}
+
+        with LoRADiskLoader(engine.driver()) as loader:
+            loader.executor.recover()  # the engine is another driver's
+            for number in (1, 0):
+                loader.load(request(checkpoints.adapter(number)))
+                assert engine.asked(loader.lora_request()) == engine.fresh[1 + number]
+                ack = loader.executor.last_ack
+                assert ack is not None
+                assert ack.proof.method == "digest"
+            wrong = of_rank(engine.weights[0], 32)
+            write_peft(tmp_path / "wrong", spec_of(wrong), wrong)
+            with pytest.raises(IncompatibleUpdate, match="max_lora_rank=32"):
+                loader.load(request(str(tmp_path / "wrong")))
+            with pytest.raises(WeightBridgeUnavailableError, match="cannot be read as an adapter"):
+                loader.load(request(str(tmp_path / "none")))
+            assert engine.asked(loader.lora_request()) == engine.fresh[1]
+            for version in (7, 3):  # a trainer that goes back to an earlier step
+                loader.load(request(checkpoints.adapter(1), weight_version=version))
+                assert loader.executor.adapter_version("policy") == version
+            assert engine.asked(loader.lora_request()) == engine.fresh[2]
+        engine.executor.recover()
 
     @LONG_RUNS
     def test_a_long_run_leaves_as_much_memory_and_as_many_descriptors_as_it_found(

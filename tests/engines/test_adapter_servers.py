@@ -1,8 +1,8 @@
 """LoRA adapters of a vLLM server, by its URL: clients ask for them in the field ``model``."""
 
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rl_bridge.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
     UnknownUpdate,
+    WeightBridgeError,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.testing.faults import arena_address, flip_byte
@@ -113,18 +114,38 @@ def test_a_request_ends_under_the_version_that_it_began_with_while_others_come(
 ) -> None:
     adapted.update(0)
     alone = adapted.engine.generate(PROMPTS[0], 300, model="policy")["token_ids"]
-    found: list[Any] = []
-    asking = threading.Thread(
-        target=lambda: found.append(adapted.engine.generate(PROMPTS[0], 300, model="policy"))
-    )
-    asking.start()
-    until(lambda: adapted.executor.adapter_version("policy") and used(adapted), what="it is asked")
-    for number in (1, 1):
-        adapted.update(number)
-    asking.join()
-    assert found[0]["token_ids"] == alone
+    with begun(adapted) as asked:
+        for number in (1, 1):
+            adapted.update(number)
+    assert asked.result()["token_ids"] == alone
     assert adapted.engine.answers(model="policy") == adapted.fresh[2]
     until(lambda: not used(adapted), what="no request has a version")
+
+
+def test_an_adapter_that_a_request_has_still_is_dropped_when_the_request_has_ended(
+    adapted: ServerAdapted,
+) -> None:
+    version = adapted.update(0)
+    alone = adapted.engine.generate(PROMPTS[0], 300, model="policy")["token_ids"]
+    with begun(adapted) as asked:
+        adapted.executor.drop_adapter("policy")
+        assert not used(adapted)
+    assert asked.result()["token_ids"] == alone
+    for name in ("policy", f"policy@{version}"):
+        reply = adapted.engine.call("v1/completions", json={"model": name, "prompt": PROMPTS[0]})
+        assert reply.status_code == httpx.codes.NOT_FOUND
+    adapted.update(1)
+    assert adapted.engine.answers(model="policy") == adapted.fresh[2]
+
+
+@contextmanager
+def begun(adapted: ServerAdapted) -> Iterator["Future[dict[str, Any]]"]:
+    """A request for the active version that has begun; it has ended with the block."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(adapted.engine.generate, PROMPTS[0], 300, model="policy")
+        # (On a busy machine a look may take as long as the request: then it has ended already.)
+        until(lambda: used(adapted) or asked.done(), what="it is asked")
+        yield asked
 
 
 def used(adapted: ServerAdapted) -> list[int]:
@@ -176,6 +197,32 @@ def test_the_next_driver_offers_what_is_resident(adapted: ServerAdapted) -> None
         assert adapted.engine.answers(model="policy") == adapted.fresh[1]
         assert second.lora_request("policy", version) == f"policy@{version}"
         assert adapted.engine.answers(model=f"policy@{version}") == adapted.fresh[2]
+    adapted.executor.recover()
+
+
+def test_an_overtaken_driver_that_takes_its_version_back_leaves_what_the_next_one_offers(
+    adapted: ServerAdapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, offer = adapted.update(0), ServerClient.offer_adapter
+    with RolloutExecutor(
+        weight_install_adapter=VLLMEngineAdapter(adapted.engine.url, take_over=True)
+    ) as second:
+
+        def overtaken(client: ServerClient, name: str, *versions: Any) -> None:
+            offer(client, name, *versions)
+            if versions[0] is not None and versions[0].weight_version == before + 1:
+                monkeypatch.undo()
+                second.update_weights(adapted.publish(1))
+                raise DeadlineExceeded("planted: the answer is lost. Try again.")
+
+        monkeypatch.setattr(ServerClient, "offer_adapter", overtaken)
+        with pytest.raises(WeightBridgeError):
+            adapted.executor.update_weights(adapted.publish(0))
+        assert second.lora_request("policy") == f"policy@{before + 2}"
+        assert adapted.engine.answers(model="policy") == adapted.fresh[2]
+        with pytest.raises(WeightBridgeError):  # and by the call that comes next
+            adapted.executor.update_weights(adapted.publish(0))
+        assert adapted.engine.answers(model="policy") == adapted.fresh[2]
     adapted.executor.recover()
 
 

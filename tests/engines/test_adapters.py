@@ -11,7 +11,6 @@ import pytest
 from safetensors.torch import load_file
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
-from rl_bridge.compat.skyrl import LoRADiskLoader
 from rl_bridge.errors import (
     IncompatibleUpdate,
     SlotsExhausted,
@@ -20,7 +19,7 @@ from rl_bridge.errors import (
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.trainers import read_peft, write_peft
 from rl_bridge.vllm import VLLMEngineAdapter
-from tests.engines.adapter_suite import AdapterSuite, Breakable, cut_to_rank, of_rank, spec_of
+from tests.engines.adapter_suite import AdapterSuite, Breakable, cut_to_rank, spec_of
 from tests.engines.drive import (
     PROMPTS,
     Answers,
@@ -236,39 +235,6 @@ def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_ga
             assert got == engine.fresh[1 + number]
         assert trainer.told(manifest) >= {("vllm", rank, "released") for rank in engine.ranks}
         assert trainer.asked == []
-    engine.executor.recover()
-
-
-# ---- what is refused, and what fails -------------------------------------------------------------
-
-
-# ---- by files, as SkyRL sends them ---------------------------------------------------------------
-
-
-def test_a_directory_that_skyrl_names_is_installed_and_proven_and_a_bad_one_changes_nothing(
-    engine: VLLMAdapted, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    def request(folder: str, **version: int) -> dict[str, Any]:
-        return {"names": ["lora_disk_load"], "extras": [{"lora_disk_path": folder, **version}]}
-
-    with LoRADiskLoader(VLLMEngineAdapter(engine.engine, timeout_s=60.0, take_over=True)) as loader:
-        for number in (1, 0):
-            loader.load(request(checkpoints.adapter(number)))
-            assert engine.asked(loader.lora_request()) == engine.fresh[1 + number]
-            ack = loader.executor.last_ack
-            assert ack is not None
-            assert ack.proof.method == "digest"
-        wrong = of_rank(engine.weights[0], 32)
-        write_peft(tmp_path / "wrong", spec_of(wrong), wrong)
-        with pytest.raises(IncompatibleUpdate, match="max_lora_rank=32"):
-            loader.load(request(str(tmp_path / "wrong")))
-        with pytest.raises(WeightBridgeUnavailableError, match="cannot be read as an adapter"):
-            loader.load(request(str(tmp_path / "none")))
-        assert engine.asked(loader.lora_request()) == engine.fresh[1]
-        for version in (7, 3):  # a trainer that goes back to an earlier step
-            loader.load(request(checkpoints.adapter(1), weight_version=version))
-            assert loader.executor.adapter_version("policy") == version
-        assert engine.asked(loader.lora_request()) == engine.fresh[2]
     engine.executor.recover()
 
 
