@@ -17,8 +17,8 @@ from rl_bridge.engines.vllm.endpoint import AdapterTable
 from rl_bridge.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
+    SessionRefused,
     UnknownUpdate,
-    WeightBridgeError,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.testing.faults import arena_address, flip_byte
@@ -216,11 +216,12 @@ def test_an_overtaken_driver_that_takes_its_version_back_leaves_what_the_next_on
                 raise DeadlineExceeded("planted: the answer is lost. Try again.")
 
         monkeypatch.setattr(ServerClient, "offer_adapter", overtaken)
-        with pytest.raises(WeightBridgeError):
+        with pytest.raises(SessionRefused, match="one driver at a time"):
             adapted.executor.update_weights(adapted.publish(0))
         assert second.lora_request("policy") == f"policy@{before + 2}"
         assert adapted.engine.answers(model="policy") == adapted.fresh[2]
-        with pytest.raises(WeightBridgeError):  # and by the call that comes next
+        # And the call that comes next changes as little.
+        with pytest.raises(SessionRefused, match="one driver at a time"):
             adapted.executor.update_weights(adapted.publish(0))
         assert adapted.engine.answers(model="policy") == adapted.fresh[2]
     adapted.executor.recover()
