@@ -6,9 +6,6 @@ about.
 """
 
 import datetime as dt
-import json
-import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from _lib import sglang_cpu
 from _lib.alternating import Ours, alternate, timed
 from _lib.environment import collect_environment, save
 from _lib.qwen import QUICK, QWEN2, make_weights
@@ -25,14 +23,7 @@ from rich.table import Table
 
 __all__ = ["main"]
 
-_ROOT = Path(__file__).resolve().parents[1]
-_OUT = _ROOT / "benchmarks" / "results" / "sglang.json"
-_SETTINGS = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "SGLANG_PLUGINS": "rl_bridge",
-}
+_OUT = Path(__file__).resolve().parent / "results" / "sglang.json"
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,39 +32,16 @@ def _shared(tensor: torch.Tensor) -> torch.Tensor:
     return shared
 
 
-def _require(answer: Any) -> None:
-    if not answer[0]:
-        msg = f"SGLang refused an update: {answer[1]}. See its log."
-        raise RuntimeError(msg)
-
-
 class _Bench:
     """The engine, the trainer's weights, and each way of getting them in."""
 
     def __init__(self, shape: dict[str, Any], folder: Path) -> None:
-        import sglang
-
         from rl_bridge.sglang import SGLangInstallAdapter
 
-        (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         self.folder = folder
         self.versions = [make_weights(shape, seed) for seed in (0, 1)]
         self.nbytes = sum(tensor.nbytes for tensor in self.versions[0].values())
-        self.engine = sglang.Engine(
-            model_path=str(folder),
-            load_format="dummy",
-            dtype="bfloat16",
-            device="cpu",
-            attention_backend="torch_native",
-            sampling_backend="pytorch",
-            disable_cuda_graph=True,
-            disable_overlap_schedule=True,
-            skip_tokenizer_init=True,
-            skip_server_warmup=True,
-            mem_fraction_static=0.3,
-            max_total_tokens=4096,
-            log_level="error",
-        )
+        self.engine = sglang_cpu.start(shape, folder, load_format="dummy")
         self.bridges = Ours(SGLangInstallAdapter(self.engine), "sglang")
         # What SGLang's route takes by reference: a trainer's weights that lie in shared memory.
         self.shared = [
@@ -111,7 +79,7 @@ class _Bench:
         weights = self.versions[which]
         save_s = timed(lambda: save_file(weights, self.folder / "model.safetensors"))
         loaded_s = timed(
-            lambda: _require(
+            lambda: sglang_cpu.require(
                 self.engine.update_weights_from_disk(str(self.folder), load_format="safetensors")
             )
         )
@@ -119,11 +87,11 @@ class _Bench:
 
     def _session(self, named: Any, load_format: str | None) -> None:
         # As SGLang's own callers do it: a session, and the cache flushed with the last load.
-        _require(self.engine.begin_weight_update())
-        _require(
+        sglang_cpu.require(self.engine.begin_weight_update())
+        sglang_cpu.require(
             self.engine.update_weights_from_tensor(named, load_format=load_format, flush_cache=True)
         )
-        _require(self.engine.end_weight_update())
+        sglang_cpu.require(self.engine.end_weight_update())
 
 
 def _ratios(samples: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
@@ -161,11 +129,7 @@ def main(
 ) -> None:
     """Measure updates of a real SGLang engine on the CPU, ours beside SGLang's own."""
     console = Console()
-    os.environ.update(_SETTINGS)
-    # What SGLang imports and the CPU does not have: see requirements/sglang-cpu.lock.txt.
-    stand_ins = str(_ROOT / "tests" / "sglang" / "stand_ins")
-    sys.path.insert(0, stand_ins)
-    os.environ["PYTHONPATH"] = stand_ins
+    sglang_cpu.set_up()
     shape = QWEN2 | (QUICK if quick else {})
     began = dt.datetime.now(dt.UTC)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, torch.no_grad():
@@ -185,7 +149,7 @@ def main(
             "format": 1,
             "began": began.isoformat(timespec="seconds"),
             "environment": collect_environment()
-            | {"sglang": sglang.__version__, "settings": _SETTINGS},
+            | {"sglang": sglang.__version__, "settings": sglang_cpu.SETTINGS},
             "quick": quick,
             "shape": shape,
             "total_nbytes": bench.nbytes,

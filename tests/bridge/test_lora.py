@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.errors import IncompatibleUpdate, UnknownUpdate
+from rl_bridge.errors import IncompatibleUpdate, SuspiciousUpdate, UnknownUpdate
 from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.manifest import AdapterSpec
 from tests.bridge.engines import Recording, content, publish
@@ -90,6 +90,19 @@ def test_versions_of_the_weights_and_of_each_adapter_are_streams_of_their_own(
         executor.update_weights(publish(base, 4))
         assert executor.last_ack.weight_version == 4
         assert content(engine.applied["other"].engine) == content(pair(2))
+
+
+def test_a_version_that_changed_nothing_is_refused_where_that_is_asked_for() -> None:
+    """An adapter whose every push was the same went unnoticed for two months (verl #7495)."""
+    with make_weight_bridge("shared-memory", suspicious="reject") as trainer:
+        publish_pair(trainer, 1)
+        given = pair(1)
+        spec = AdapterSpec.inferred(
+            "policy", {n: tuple(one.shape) for n, one in given.items()}, lora_alpha=4
+        )
+        with pytest.raises(SuspiciousUpdate, match="no-op"):
+            trainer.publish(given, weight_version=2, adapter=spec)
+        publish_pair(trainer, 3)
 
 
 def test_a_version_that_fails_leaves_the_one_before_and_no_other_stream_is_touched(

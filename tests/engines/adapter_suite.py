@@ -1,25 +1,30 @@
 """What LoRA adapters promise in any engine: the tests that vLLM and SGLang both run."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.compat.skyrl import LORA_DISK_LOAD, LoRADiskLoader
 from rl_bridge.errors import (
     ChecksumMismatch,
     IncompatibleUpdate,
     SessionRefused,
     UnknownUpdate,
     WeightBridgeError,
+    WeightBridgeUnavailableError,
 )
 from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.faults import arena_address, flip_byte
-from tests.engines.models import ADAPTER
+from rl_bridge.trainers import write_peft
+from tests.engines.models import ADAPTER, Checkpoints
 
 DAMAGES = (
     # unsloth-zoo #941: gate's adapter in the place of up's
@@ -30,7 +35,7 @@ DAMAGES = (
     "leave what was behind the rank",
     # the slot of another version
     "leave the slot empty",
-    # an adapter that the engine has dropped
+    # verl #3821: the engine has no adapter under the id that requests have
     "drop it",
 )
 
@@ -43,39 +48,14 @@ class Adapted(ABC):
     executor: RolloutExecutor
     bridge: TensorBridge
     fresh: list[Any]
-    """Answers with no adapter, with each of two, and with one of half their rank."""
+    """Answers with no adapter, with each of two, and perhaps with one of half their rank."""
     weights: list[dict[str, torch.Tensor]]
-    ranks: range
     count: int = 0
     manifests: list[WeightUpdateManifest] = field(default_factory=list)
-
-    # ---- what an engine has of its own ----------------------------------------------------------
 
     @abstractmethod
     def asked(self, request: Any) -> Any:
         """What the engine answers to requests for this adapter; None is without one."""
-
-    @abstractmethod
-    def driver(self) -> TransactionalAdapter:
-        """Another driver of the engine."""
-
-    @abstractmethod
-    def plant(self, step: str, rank: int) -> None:
-        """Let a step fail in a rank."""
-
-    @abstractmethod
-    def damage(self, what: str) -> None:
-        """Let the slot of each adapter that is staged hold something else: see `DAMAGES`."""
-
-    @abstractmethod
-    def drop_all(self) -> None:
-        """Drop all adapters, behind the back of those who have installed them."""
-
-    @abstractmethod
-    def uproot(self) -> None:
-        """Take the fault out."""
-
-    # ---- what tests do --------------------------------------------------------------------------
 
     def publish(
         self,
@@ -104,6 +84,33 @@ class Adapted(ABC):
 
     def answers(self, name: str = "policy", version: int | None = None) -> Any:
         return self.asked(self.executor.lora_request(name, version))
+
+
+@dataclass
+class Breakable(Adapted):
+    """The same of an engine in whose ranks faults are planted."""
+
+    ranks: range = range(1)
+
+    @abstractmethod
+    def driver(self) -> TransactionalAdapter:
+        """Another driver of the engine."""
+
+    @abstractmethod
+    def plant(self, step: str, rank: int) -> None:
+        """Let a step fail in a rank."""
+
+    @abstractmethod
+    def damage(self, what: str) -> None:
+        """Let the slot of each adapter that is staged hold something else: see `DAMAGES`."""
+
+    @abstractmethod
+    def drop_all(self) -> None:
+        """Drop all adapters, behind the back of those who have installed them."""
+
+    @abstractmethod
+    def uproot(self) -> None:
+        """Take the fault out."""
 
 
 def spec_of(weights: Mapping[str, torch.Tensor], name: str = "policy") -> AdapterSpec:
@@ -136,11 +143,62 @@ def cut_to_rank(weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.
     }
 
 
+# ---- many versions -------------------------------------------------------------------------------
+
+LONG_RUNS = pytest.mark.parametrize("updates", [60, pytest.param(1000, marks=pytest.mark.full)])
+
+
+def check_a_long_run(engine: Adapted, updates: int) -> None:
+    """Many versions of two adapters: the right tokens, and afterwards nothing is held but before.
+
+    That counts for this process and all that it has started, an engine's ranks or a server's.
+    """
+    for number in range(updates // 5):
+        engine.update(number % 2)
+        assert engine.answers() == engine.fresh[1 + number % 2]
+    before, names = held(), set(Path("/dev/shm").iterdir())
+    # Without a request: the first one in each block of keys and values takes memory for good.
+    for number in range(updates):
+        engine.update(number % 2)
+    after = held()
+    grown = {
+        pid: (after[pid][0] - descriptors, (after[pid][1] - memory) >> 10)
+        for pid, (descriptors, memory) in before.items()
+    }
+    # (Fewer, where a server had not yet closed the connection of a client that has gone.)
+    assert all(more <= 0 and mib < 4 for more, mib in grown.values()), grown
+    # Others on this machine have names there too; what leaks would be there once for each version.
+    assert len(set(Path("/dev/shm").iterdir()) - names) < updates // 4
+    assert engine.answers() == engine.fresh[1 + (updates - 1) % 2]
+    engine.executor.lora_request("policy", engine.count - 1)  # the one before, and no older one
+    with pytest.raises(UnknownUpdate):
+        engine.executor.lora_request("policy", engine.count - 2)
+
+
+def held() -> dict[int, tuple[int, int]]:
+    """Of this process and all below it: descriptors, and resident memory of its own in KiB."""
+    found, left = {}, [os.getpid()]
+    while left:
+        pid = left.pop()
+        lists = Path(f"/proc/{pid}/task").glob("*/children")
+        left += [int(child) for path in lists for child in path.read_text().split()]
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        if "RssAnon" in status:  # else it has ended, and nobody has asked for its exit yet
+            memory = int(status["RssAnon"].split()[0])
+            found[pid] = len(list(Path(f"/proc/{pid}/fd").iterdir())), memory
+    return found
+
+
+# ---- the suite -----------------------------------------------------------------------------------
+
+
 class AdapterSuite:
-    """Tests over a fixture `engine`, which gives an `Adapted`."""
+    """Tests over a fixture `engine`, which gives a `Breakable`."""
 
     def test_every_version_answers_as_a_fresh_engine_that_read_it_from_files(
-        self, engine: Adapted
+        self, engine: Breakable
     ) -> None:
         for number in (0, 1, 0, 1):
             version = engine.update(number)
@@ -157,7 +215,7 @@ class AdapterSuite:
         assert engine.executor.active_weight_version is None  # of the engine's own weights
 
     def test_the_version_before_can_be_asked_for_and_older_ones_are_refused_by_name(
-        self, engine: Adapted
+        self, engine: Breakable
     ) -> None:
         first, second, third = engine.update(0), engine.update(1), engine.update(0)
         assert engine.answers(version=second) == engine.fresh[2]
@@ -166,7 +224,7 @@ class AdapterSuite:
             engine.executor.lora_request("policy", first)
 
     def test_an_adapter_of_another_rank_and_one_of_other_scalings_are_right_in_the_same_slots(
-        self, engine: Adapted
+        self, engine: Breakable
     ) -> None:
         for number in (0, 2, 1, 2):
             engine.update(number)
@@ -186,7 +244,7 @@ class AdapterSuite:
         assert engine.answers() == due
 
     def test_a_number_that_a_trainer_gives_once_more_is_another_version_with_a_name_of_its_own(
-        self, engine: Adapted
+        self, engine: Breakable
     ) -> None:
         version = engine.update(0)
         before = engine.executor.lora_request("policy")
@@ -202,7 +260,7 @@ class AdapterSuite:
         assert engine.answers() == engine.fresh[1]
 
     def test_an_adapter_that_ends_leaves_its_slots_and_others_notice_nothing(
-        self, engine: Adapted
+        self, engine: Breakable
     ) -> None:
         engine.update(0)
         engine.update(1)
@@ -228,7 +286,7 @@ class AdapterSuite:
         ],
     )
     def test_tensors_that_the_engine_cannot_serve_are_refused_by_name(
-        self, engine: Adapted, changes: dict[str, Any], message: str
+        self, engine: Breakable, changes: dict[str, Any], message: str
     ) -> None:
         engine.update(0)
         wrong = {}
@@ -241,7 +299,7 @@ class AdapterSuite:
         assert engine.answers() == engine.fresh[1]
 
     def test_an_adapter_that_the_engine_was_not_started_for_is_refused_by_name(
-        self, engine: Adapted
+        self, engine: Breakable
     ) -> None:
         engine.update(0)
         weights = engine.weights[1]
@@ -267,7 +325,7 @@ class AdapterSuite:
     @pytest.mark.parametrize("step", ["prepare", "install", "prove", "commit"])
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_failure_at_any_step_on_any_rank_leaves_the_version_before(
-        self, engine: Adapted, step: str, rank: int
+        self, engine: Breakable, step: str, rank: int
     ) -> None:
         if rank not in engine.ranks:
             pytest.skip("the engine has one rank")
@@ -291,7 +349,7 @@ class AdapterSuite:
 
     @pytest.mark.parametrize("what", DAMAGES)
     def test_a_slot_that_holds_anything_else_is_never_acknowledged(
-        self, engine: Adapted, what: str
+        self, engine: Breakable, what: str
     ) -> None:
         engine.update(0)
         engine.damage(what)
@@ -305,7 +363,7 @@ class AdapterSuite:
         assert engine.answers() == engine.fresh[2]
 
     def test_a_byte_that_changed_on_its_way_is_found_and_the_version_before_serves(
-        self, engine: Adapted
+        self, engine: Breakable
     ) -> None:
         engine.update(0)
         manifest = engine.publish(1)
@@ -315,7 +373,7 @@ class AdapterSuite:
         assert engine.answers() == engine.fresh[1]
 
     def test_a_second_driver_is_refused_by_name_and_takes_over_what_is_resident(
-        self, engine: Adapted
+        self, engine: Breakable
     ) -> None:
         version = engine.update(0)
         with RolloutExecutor(
@@ -333,7 +391,7 @@ class AdapterSuite:
         assert engine.answers() == engine.fresh[1]
 
     def test_what_something_else_dropped_is_not_asked_for_and_the_next_version_lands(
-        self, engine: Adapted
+        self, engine: Breakable
     ) -> None:
         engine.update(0)
         engine.drop_all()
@@ -344,3 +402,36 @@ class AdapterSuite:
             engine.executor.lora_request("policy")
         engine.update(1)
         assert engine.answers() == engine.fresh[2]
+
+    def test_a_directory_that_skyrl_names_is_installed_and_proven_and_a_bad_one_changes_nothing(
+        self, engine: Breakable, checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        def request(folder: str, **version: int) -> dict[str, Any]:
+            return {"names": [LORA_DISK_LOAD], "extras": [{"lora_disk_path": folder, **version}]}
+
+        with LoRADiskLoader(engine.driver()) as loader:
+            loader.executor.recover()  # the engine is another driver's
+            for number in (1, 0):
+                loader.load(request(checkpoints.adapter(number)))
+                assert engine.asked(loader.lora_request()) == engine.fresh[1 + number]
+                ack = loader.executor.last_ack
+                assert ack is not None
+                assert ack.proof.method == "digest"
+            wrong = of_rank(engine.weights[0], 32)
+            write_peft(tmp_path / "wrong", spec_of(wrong), wrong)
+            with pytest.raises(IncompatibleUpdate, match="max_lora_rank=32"):
+                loader.load(request(str(tmp_path / "wrong")))
+            with pytest.raises(WeightBridgeUnavailableError, match="cannot be read as an adapter"):
+                loader.load(request(str(tmp_path / "none")))
+            assert engine.asked(loader.lora_request()) == engine.fresh[1]
+            for version in (7, 3):  # a trainer that goes back to an earlier step
+                loader.load(request(checkpoints.adapter(1), weight_version=version))
+                assert loader.executor.adapter_version("policy") == version
+            assert engine.asked(loader.lora_request()) == engine.fresh[2]
+        engine.executor.recover()
+
+    @LONG_RUNS
+    def test_a_long_run_leaves_as_much_memory_and_as_many_descriptors_as_it_found(
+        self, engine: Breakable, updates: int
+    ) -> None:
+        check_a_long_run(engine, updates)

@@ -3,9 +3,10 @@
 import asyncio
 import itertools
 import shutil
-import threading
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.compat.prime_rl import (
     PrimeRLConfig,
     StaticInferencePool,
@@ -26,17 +27,17 @@ from rl_bridge.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
     MalformedManifest,
+    SessionRefused,
     UnknownUpdate,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.testing.processes import free_port, until
 from rl_bridge.trainers import StateDictExtractor, read_peft
 from rl_bridge.vllm import VLLMAdapterFiles, VLLMEngineAdapter
-from tests.engines.adapter_suite import of_rank
+from tests.engines.adapter_suite import LONG_RUNS, Adapted, check_a_long_run, of_rank, spec_of
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, start
-from tests.engines.models import ADAPTER, Checkpoints, Kind
+from tests.engines.models import Checkpoints, Kind
 from tests.engines.served import DEV, Served, served
 from tests.engines.test_adapters import LORA
 from tests.trainers_torch.elsewhere import PYTHON, Elsewhere
@@ -45,34 +46,16 @@ pytestmark = pytest.mark.timeout(600)  # engines start
 KIND = Kind("qwen3")
 
 
-class Adapted:
+@dataclass
+class ServerAdapted(Adapted):
     """A server, and an executor that knows its URL."""
 
-    def __init__(
-        self, server: Served, folders: list[str], fresh: list[Answers], cache: Path
-    ) -> None:
-        self.server, self.folders, self.fresh, self.cache = server, folders, fresh, cache
-        self.weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]
-        self.bridge = make_weight_bridge("shared-memory", suspicious="off")
-        self.executor = RolloutExecutor(
-            weight_install_adapter=VLLMEngineAdapter(server.url, timeout_s=60.0), suspicious="off"
-        )
-        self.count = 0
+    engine: Served
+    folders: list[str] = field(default_factory=list)
+    cache: Path = Path()
 
-    def publish(self, number: int) -> WeightUpdateManifest:
-        self.count += 1
-        spec = AdapterSpec.of_peft("policy", ADAPTER, [])
-        return self.bridge.publish(self.weights[number], weight_version=self.count, adapter=spec)
-
-    def update(self, number: int) -> int:
-        manifest = self.publish(number)
-        self.executor.update_weights(manifest)
-        self.bridge.release(manifest.update_id)
-        return manifest.weight_version
-
-    def close(self) -> None:
-        self.executor.close()
-        self.bridge.close()
+    def asked(self, request: Any) -> Answers:
+        return self.engine.answers(**({} if request is None else {"model": request}))
 
 
 @pytest.fixture(
@@ -84,7 +67,7 @@ def adapted(
     request: pytest.FixtureRequest,
     checkpoints: Checkpoints,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Adapted]:
+) -> Iterator[ServerAdapted]:
     from vllm.lora.request import LoRARequest
 
     path, folders = checkpoints.path(KIND, 0), [checkpoints.adapter(number) for number in (0, 1)]
@@ -92,10 +75,11 @@ def adapted(
     with start(Setting(KIND, in_process=ranks == 1, ranks=ranks), path, **LORA) as llm:
         asked = [None, *(LoRARequest(f"file{i}", i + 1, f) for i, f in enumerate(folders))]
         # One at a time, as the server is asked: sums depend on what is computed together.
-        fresh = [
+        fresh: list[Any] = [
             tuple(answers(llm, (prompt,), lora_request=one)[0] for prompt in PROMPTS)
             for one in asked
         ]
+    weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]
     setting = Setting(KIND, in_process=False, ranks=ranks)
     log = tmp_path_factory.mktemp("server") / "log"
     cache = tmp_path_factory.mktemp("cache")
@@ -105,80 +89,108 @@ def adapted(
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "NIXL_LORA_CACHE_DIR": str(cache),
     }
-    with served(setting, path, log, options=LORA, environment=environment) as server:
-        made = Adapted(server, folders, fresh, cache)
-        yield made
-        made.close()
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            served(setting, path, log, options=LORA, environment=environment)
+        )
+        bridge = stack.enter_context(make_weight_bridge("shared-memory", suspicious="off"))
+        executor = stack.enter_context(
+            RolloutExecutor(
+                weight_install_adapter=VLLMEngineAdapter(server.url, timeout_s=60.0),
+                suspicious="off",
+            )
+        )
+        yield ServerAdapted(server, executor, bridge, fresh, weights, folders=folders, cache=cache)
 
 
 def test_clients_who_ask_for_the_adapter_get_the_active_version_and_are_told_which(
-    adapted: Adapted,
+    adapted: ServerAdapted,
 ) -> None:
     for number in (0, 1, 0):
         version = adapted.update(number)
-        assert adapted.server.answers(model="policy") == adapted.fresh[1 + number]
+        assert adapted.engine.answers(model="policy") == adapted.fresh[1 + number]
         assert adapted.executor.lora_request("policy") == f"policy@{version}"
         body = {"model": "policy", "prompt": PROMPTS[0], "max_tokens": 1}
-        reply = adapted.server.call("v1/completions", json=body)
+        reply = adapted.engine.call("v1/completions", json=body)
         assert reply.json()["model"] == f"policy@{version}"
-    assert adapted.server.answers() == adapted.fresh[0]
+    assert adapted.engine.answers() == adapted.fresh[0]
 
 
 def test_a_version_can_be_asked_for_until_it_is_dropped_and_is_not_found_after_that(
-    adapted: Adapted,
+    adapted: ServerAdapted,
 ) -> None:
     first, second = adapted.update(0), adapted.update(1)
-    assert adapted.server.answers(model=f"policy@{first}") == adapted.fresh[1]
+    assert adapted.engine.answers(model=f"policy@{first}") == adapted.fresh[1]
     adapted.update(0)
     adapted.update(0)
-    assert adapted.server.answers(model=f"policy@{second + 1}") == adapted.fresh[1]
+    assert adapted.engine.answers(model=f"policy@{second + 1}") == adapted.fresh[1]
     body = {"model": f"policy@{first}", "prompt": PROMPTS[0]}
-    reply = adapted.server.call("v1/completions", json=body)
+    reply = adapted.engine.call("v1/completions", json=body)
     assert reply.status_code == httpx.codes.NOT_FOUND
     with pytest.raises(UnknownUpdate):
         adapted.executor.lora_request("policy", first)
 
 
 def test_a_request_ends_under_the_version_that_it_began_with_while_others_come(
-    adapted: Adapted,
+    adapted: ServerAdapted,
 ) -> None:
     adapted.update(0)
-    alone = adapted.server.generate(PROMPTS[0], 300, model="policy")["token_ids"]
-    found: list[Any] = []
-    asking = threading.Thread(
-        target=lambda: found.append(adapted.server.generate(PROMPTS[0], 300, model="policy"))
-    )
-    asking.start()
-    until(lambda: adapted.executor.adapter_version("policy") and used(adapted), what="it is asked")
-    for number in (1, 1):
-        adapted.update(number)
-    asking.join()
-    assert found[0]["token_ids"] == alone
-    assert adapted.server.answers(model="policy") == adapted.fresh[2]
+    alone = adapted.engine.generate(PROMPTS[0], 300, model="policy")["token_ids"]
+    with begun(adapted) as asked:
+        for number in (1, 1):
+            adapted.update(number)
+    assert asked.result()["token_ids"] == alone
+    assert adapted.engine.answers(model="policy") == adapted.fresh[2]
     until(lambda: not used(adapted), what="no request has a version")
 
 
-def used(adapted: Adapted) -> list[int]:
-    reply = adapted.server.call("rl_bridge/adapters", method="GET")
+def test_an_adapter_that_a_request_has_still_is_dropped_when_the_request_has_ended(
+    adapted: ServerAdapted,
+) -> None:
+    version = adapted.update(0)
+    alone = adapted.engine.generate(PROMPTS[0], 300, model="policy")["token_ids"]
+    with begun(adapted) as asked:
+        adapted.executor.drop_adapter("policy")
+        assert not used(adapted)
+    assert asked.result()["token_ids"] == alone
+    for name in ("policy", f"policy@{version}"):
+        reply = adapted.engine.call("v1/completions", json={"model": name, "prompt": PROMPTS[0]})
+        assert reply.status_code == httpx.codes.NOT_FOUND
+    adapted.update(1)
+    assert adapted.engine.answers(model="policy") == adapted.fresh[2]
+
+
+@contextmanager
+def begun(adapted: ServerAdapted) -> Iterator["Future[dict[str, Any]]"]:
+    """A request for the active version that has begun; it has ended with the block."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(adapted.engine.generate, PROMPTS[0], 300, model="policy")
+        # (On a busy machine a look may take as long as the request: then it has ended already.)
+        until(lambda: used(adapted) or asked.done(), what="it is asked")
+        yield asked
+
+
+def used(adapted: ServerAdapted) -> list[int]:
+    reply = adapted.engine.call("rl_bridge/adapters", method="GET")
     return list(reply.json()["used"])
 
 
 def test_a_byte_that_changed_on_its_way_is_found_and_clients_get_the_version_before(
-    adapted: Adapted,
+    adapted: ServerAdapted,
 ) -> None:
     version = adapted.update(0)
     manifest = adapted.publish(1)
     flip_byte(arena_address(adapted.bridge.publisher.end, manifest.update_id, manifest.handle))
     with pytest.raises(ChecksumMismatch):
         adapted.executor.update_weights(manifest)
-    assert adapted.server.answers(model="policy") == adapted.fresh[1]
+    assert adapted.engine.answers(model="policy") == adapted.fresh[1]
     body = {"model": f"policy@{version + 1}", "prompt": PROMPTS[0]}
-    reply = adapted.server.call("v1/completions", json=body)
+    reply = adapted.engine.call("v1/completions", json=body)
     assert reply.status_code == httpx.codes.NOT_FOUND
 
 
 def test_a_version_of_which_the_server_s_answer_is_lost_is_taken_back_from_its_clients_too(
-    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+    adapted: ServerAdapted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version, offer = adapted.update(0), ServerClient.offer_adapter
 
@@ -192,23 +204,56 @@ def test_a_version_of_which_the_server_s_answer_is_lost_is_taken_back_from_its_c
         with pytest.raises(DeadlineExceeded, match="planted"):
             adapted.executor.update_weights(adapted.publish(1))
         assert adapted.executor.lora_request("policy") == f"policy@{version}"
-        assert adapted.server.answers(model="policy") == adapted.fresh[1]
+        assert adapted.engine.answers(model="policy") == adapted.fresh[1]
     adapted.update(1)
-    assert adapted.server.answers(model="policy") == adapted.fresh[2]
+    assert adapted.engine.answers(model="policy") == adapted.fresh[2]
 
 
-def test_the_next_driver_offers_what_is_resident(adapted: Adapted) -> None:
+def test_the_next_driver_offers_what_is_resident(adapted: ServerAdapted) -> None:
     version = adapted.update(1)
     with RolloutExecutor(
-        weight_install_adapter=VLLMEngineAdapter(adapted.server.url, take_over=True)
+        weight_install_adapter=VLLMEngineAdapter(adapted.engine.url, take_over=True)
     ) as second:
         manifest = adapted.publish(0)
         second.update_weights(manifest)
-        adapted.bridge.release(manifest.update_id)
-        assert adapted.server.answers(model="policy") == adapted.fresh[1]
+        assert adapted.engine.answers(model="policy") == adapted.fresh[1]
         assert second.lora_request("policy", version) == f"policy@{version}"
-        assert adapted.server.answers(model=f"policy@{version}") == adapted.fresh[2]
+        assert adapted.engine.answers(model=f"policy@{version}") == adapted.fresh[2]
     adapted.executor.recover()
+
+
+def test_an_overtaken_driver_that_takes_its_version_back_leaves_what_the_next_one_offers(
+    adapted: ServerAdapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, offer = adapted.update(0), ServerClient.offer_adapter
+    with RolloutExecutor(
+        weight_install_adapter=VLLMEngineAdapter(adapted.engine.url, take_over=True)
+    ) as second:
+
+        def overtaken(client: ServerClient, name: str, *versions: Any) -> None:
+            offer(client, name, *versions)
+            if versions[0] is not None and versions[0].weight_version == before + 1:
+                monkeypatch.undo()
+                second.update_weights(adapted.publish(1))
+                raise DeadlineExceeded("planted: the answer is lost. Try again.")
+
+        monkeypatch.setattr(ServerClient, "offer_adapter", overtaken)
+        with pytest.raises(SessionRefused, match="one driver at a time"):
+            adapted.executor.update_weights(adapted.publish(0))
+        assert second.lora_request("policy") == f"policy@{before + 2}"
+        assert adapted.engine.answers(model="policy") == adapted.fresh[2]
+        # And the call that comes next changes as little.
+        with pytest.raises(SessionRefused, match="one driver at a time"):
+            adapted.executor.update_weights(adapted.publish(0))
+        assert adapted.engine.answers(model="policy") == adapted.fresh[2]
+    adapted.executor.recover()
+
+
+@LONG_RUNS
+def test_a_long_run_leaves_as_much_memory_and_as_many_descriptors_as_it_found(
+    adapted: ServerAdapted, updates: int
+) -> None:
+    check_a_long_run(adapted, updates)
 
 
 def test_a_version_is_in_use_from_the_moment_in_which_it_is_looked_up() -> None:
@@ -274,27 +319,27 @@ def pool(client: httpx.AsyncClient, **section: object) -> StaticInferencePool:
     )
 
 
-def make_room(adapted: Adapted) -> None:
+def make_room(adapted: ServerAdapted) -> None:
     """Another driver brings versions now, and the engine has places for one adapter."""
     adapted.update(0)
     adapted.executor.drop_adapter("policy")
 
 
-def told(adapted: Adapted, path: str, body: dict[str, object]) -> tuple[int, str]:
-    reply = adapted.server.call(path, json=body)
+def told(adapted: ServerAdapted, path: str, body: dict[str, object]) -> tuple[int, str]:
+    reply = adapted.engine.call(path, json=body)
     said = reply.json()
     return reply.status_code, str(said.get("error", said.get("status")))
 
 
 def test_directories_of_prime_rl_s_trainer_are_versions_of_one_adapter(
-    adapted: Adapted, tmp_path: Path
+    adapted: ServerAdapted, tmp_path: Path
 ) -> None:
     make_room(adapted)
     for step, folder in enumerate(adapted.folders):
         shutil.copytree(folder, tmp_path / f"step_{step}")
 
     async def updated(step: int) -> None:
-        async with httpx.AsyncClient(base_url=adapted.server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=adapted.engine.url, timeout=60) as client:
             one = pool(client, type="filesystem")
             await one.update_weights(tmp_path / f"step_{step}", "by_files", step)
 
@@ -303,18 +348,18 @@ def test_directories_of_prime_rl_s_trainer_are_versions_of_one_adapter(
     for step in (0, 1):
         (tmp_path / f"step_{step}" / "STABLE").touch()
         asyncio.run(updated(step))
-        assert adapted.server.answers(model="by_files") == adapted.fresh[1 + step]
+        assert adapted.engine.answers(model="by_files") == adapted.fresh[1 + step]
     (tmp_path / "step_0" / "adapter_model.safetensors").write_bytes(b"damaged")
     with pytest.raises(WeightBridgeUnavailableError, match=r"1 of 1 servers.*is damaged"):
         asyncio.run(updated(0))
-    assert adapted.server.answers(model="by_files") == adapted.fresh[2]
+    assert adapted.engine.answers(model="by_files") == adapted.fresh[2]
     assert told(adapted, "unload_lora_adapter", {"lora_name": "by_files"}) == (200, "ok")
 
 
 class PrimeTrainer:
     """prime-rl's trainer of two ranks, and the orchestrator of its runs."""
 
-    def __init__(self, adapted: Adapted, ranks: Elsewhere, base: str, home: Path) -> None:
+    def __init__(self, adapted: ServerAdapted, ranks: Elsewhere, base: str, home: Path) -> None:
         self.adapted, self.ranks, self.home, self.port = adapted, ranks, home, free_port()
         paths = [base, *adapted.folders]
         self.run("begin", paths=paths, folder=str(home / "run0"), port=self.port)
@@ -339,7 +384,7 @@ class PrimeTrainer:
         folder = self.home / f"run{run_idx}" / "broadcasts" / f"step_{step}"
 
         async def updated() -> None:
-            url = self.adapted.server.url
+            url = self.adapted.engine.url
             async with httpx.AsyncClient(base_url=url, timeout=60) as client:
                 await pool(client, type="nixl").update_weights(folder, name, step)
 
@@ -359,7 +404,7 @@ class PrimeTrainer:
 
 @pytest.fixture(scope="module")
 def prime(
-    adapted: Adapted, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+    adapted: ServerAdapted, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PrimeTrainer]:
     if not Path(PYTHON).exists():
         pytest.skip(f"needs {PYTHON}, which `make test-engines` makes")
@@ -373,7 +418,7 @@ def prime(
 def test_shards_of_its_trainer_are_served_under_the_names_that_its_orchestrator_asks_for(
     prime: PrimeTrainer,
 ) -> None:
-    server, fresh = prime.adapted.server, prime.adapted.fresh
+    server, fresh = prime.adapted.engine, prime.adapted.fresh
     steps = []
     for number in (0, 1, 0):
         steps.append(prime.update(number, f"run_0_step_{next(prime.steps)}"))
@@ -384,7 +429,8 @@ def test_shards_of_its_trainer_are_served_under_the_names_that_its_orchestrator_
     assert server.call("v1/completions", json=body).status_code == httpx.codes.NOT_FOUND
     _, tensors = read_peft(prime.adapted.cache / f"run_0_step_{steps[2] - 1}", "policy")
     assert all(tensors[name].equal(one) for name, one in prime.adapted.weights[0].items())
-    older = {"lora_name": f"run_0_step_{steps[1] - 1}"}  # of an older version: the name alone goes
+    # Of an older version the name alone goes.
+    older: dict[str, object] = {"lora_name": f"run_0_step_{steps[1] - 1}"}
     assert told(prime.adapted, "unload_lora_adapter", older) == (200, "ok")
     assert server.answers(model="policy") == fresh[1]
     prime.broadcast(1)
@@ -396,7 +442,7 @@ def test_shards_of_its_trainer_are_served_under_the_names_that_its_orchestrator_
 def test_the_step_that_a_directory_marks_is_loaded_also_when_the_trainer_is_a_step_ahead(
     prime: PrimeTrainer,
 ) -> None:
-    server, fresh = prime.adapted.server, prime.adapted.fresh
+    server, fresh = prime.adapted.engine, prime.adapted.fresh
     steps = [prime.broadcast(number) for number in (0, 1, 0)]
     prime.bring(steps[1], "late")
     assert server.answers(model="late") == fresh[2]
@@ -421,12 +467,12 @@ def test_what_its_route_cannot_do_changes_nothing_and_says_why(prime: PrimeTrain
     ):
         code, text = prime.load(**changes)
         assert (code, said in text) == (status, True), text
-        assert prime.adapted.server.answers(model="my_lora") == prime.adapted.fresh[1]
+        assert prime.adapted.engine.answers(model="my_lora") == prime.adapted.fresh[1]
     assert prime.load(lora_name="policy@1")[0] == httpx.codes.BAD_REQUEST
 
 
 def test_runs_of_its_trainer_begin_and_end_beside_each_other(prime: PrimeTrainer) -> None:
-    server, fresh = prime.adapted.server, prime.adapted.fresh
+    server, fresh = prime.adapted.engine, prime.adapted.fresh
     prime.update(0, "my_lora")
     prime.run("register", run_idx=1, folder=str(prime.home / "run1"))
     prime.update(1, "run_1", run_idx=1)
@@ -450,19 +496,19 @@ def test_a_rank_of_its_trainer_that_is_killed_is_named_and_the_version_before_se
     prime.ranks.ask("kill", rank=1)
     code, text = prime.load()
     assert (code, "'lora_param_server_1'" in text) == (503, True), text
-    assert prime.adapted.server.answers(model="my_lora") == prime.adapted.fresh[1]
+    assert prime.adapted.engine.answers(model="my_lora") == prime.adapted.fresh[1]
     assert told(prime.adapted, "unload_lora_adapter", {"lora_name": "my_lora"}) == (200, "ok")
 
 
 def test_whole_weights_of_prime_rl_s_trainer_are_broadcast_to_the_servers(
-    adapted: Adapted, checkpoints: Checkpoints, tmp_path: Path
+    adapted: ServerAdapted, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     weights = load_file(f"{checkpoints.path(KIND, 0)}/model.safetensors")
     section = {"type": "nccl", "backend": "gloo"}
     config = PrimeRLConfig.model_validate({"weight_broadcast": section}).weight_broadcast
 
     async def updated(step: int) -> None:
-        async with httpx.AsyncClient(base_url=adapted.server.url) as client:
+        async with httpx.AsyncClient(base_url=adapted.engine.url) as client:
             one = StaticInferencePool(admin_clients=[client], weight_broadcast_config=config)
             with closing(one):
                 await one.update_weights(tmp_path / "broadcasts" / f"step_{step}", step=step)
@@ -471,8 +517,8 @@ def test_whole_weights_of_prime_rl_s_trainer_are_broadcast_to_the_servers(
         for step in (1, 2):
             broadcast.broadcast_weights(StateDictExtractor(weights), step)
             asyncio.run(updated(step))
-            assert adapted.server.label().startswith(f"{step}@")
-            assert adapted.server.answers() == adapted.fresh[0]
+            assert adapted.engine.label().startswith(f"{step}@")
+            assert adapted.engine.answers() == adapted.fresh[0]
 
 
 # ---- by files, last: vLLM gives them slots as it likes, and of two ranks that both refuse one it
@@ -480,18 +526,17 @@ def test_whole_weights_of_prime_rl_s_trainer_are_broadcast_to_the_servers(
 
 
 def test_a_server_without_rl_bridge_takes_files_and_the_acknowledgement_says_unproven(
-    adapted: Adapted, tmp_path: Path
+    adapted: ServerAdapted, tmp_path: Path
 ) -> None:
     with RolloutExecutor(
-        weight_install_adapter=VLLMAdapterFiles(adapted.server.url, tmp_path), suspicious="off"
+        weight_install_adapter=VLLMAdapterFiles(adapted.engine.url, tmp_path), suspicious="off"
     ) as executor:
         for number in (1, 0, 1):
             manifest = adapted.publish(number)
             executor.update_weights(manifest)
-            adapted.bridge.release(manifest.update_id)
             name = executor.lora_request("policy")
             assert name == f"policy@{manifest.weight_version}"
-            assert adapted.server.answers(model=name) == adapted.fresh[1 + number]
+            assert adapted.engine.answers(model=name) == adapted.fresh[1 + number]
             ack = executor.last_ack
             assert ack is not None
             assert (ack.proof.method, ack.proof.root) == ("unproven", "")
@@ -499,15 +544,13 @@ def test_a_server_without_rl_bridge_takes_files_and_the_acknowledgement_says_unp
             executor.lora_request("policy", manifest.weight_version - 2)
         # (A matrix of another width it would take, which is what "unproven" means.)
         wrong = of_rank(adapted.weights[0], 32)
-        spec = AdapterSpec.of_peft("policy", {**ADAPTER, "r": 32}, [])
-        adapted.count += 1
-        bad = adapted.bridge.publish(wrong, weight_version=adapted.count, adapter=spec)
+        bad = adapted.publish_as(spec_of(wrong), wrong)
         with pytest.raises(WeightBridgeUnavailableError, match="answered /v1/load_lora_adapter"):
             executor.update_weights(bad)
         assert executor.adapter_version("policy") == manifest.weight_version
-        assert adapted.server.answers(model=f"policy@{manifest.weight_version}") == adapted.fresh[2]
+        assert adapted.engine.answers(model=f"policy@{manifest.weight_version}") == adapted.fresh[2]
         assert not list(tmp_path.glob(f"policy@{bad.weight_version}-*"))
         executor.drop_adapter("policy")
         body = {"model": f"policy@{manifest.weight_version}", "prompt": PROMPTS[0]}
-        reply = adapted.server.call("v1/completions", json=body)
+        reply = adapted.engine.call("v1/completions", json=body)
         assert reply.status_code == httpx.codes.NOT_FOUND

@@ -1,7 +1,6 @@
 """LoRA adapters of real vLLM engines, version after version: as a fresh engine that reads files."""
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,17 +11,15 @@ import pytest
 from safetensors.torch import load_file
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
-from rl_bridge.compat.skyrl import LoRADiskLoader
 from rl_bridge.errors import (
     IncompatibleUpdate,
     SlotsExhausted,
-    UnknownUpdate,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.trainers import read_peft, write_peft
 from rl_bridge.vllm import VLLMEngineAdapter
-from tests.engines.adapter_suite import Adapted, AdapterSuite, cut_to_rank, of_rank, spec_of
+from tests.engines.adapter_suite import AdapterSuite, Breakable, cut_to_rank, spec_of
 from tests.engines.drive import (
     PROMPTS,
     Answers,
@@ -46,7 +43,7 @@ pytestmark = pytest.mark.timeout(600)  # engines start
 SETTINGS = [Setting(Kind("qwen3")), Setting(Kind("qwen3"), in_process=False, ranks=2)]
 
 
-class VLLMAdapted(Adapted):
+class VLLMAdapted(Breakable):
     """An ``LLM``."""
 
     def asked(self, request: Any) -> Answers:
@@ -99,7 +96,7 @@ def adapted(setting: Setting, checkpoints: Checkpoints, **options: Any) -> Itera
                 suspicious="off",
             )
         )
-        yield VLLMAdapted(llm, executor, bridge, fresh, weights, range(setting.ranks))
+        yield VLLMAdapted(llm, executor, bridge, fresh, weights, ranks=range(setting.ranks))
 
 
 @pytest.fixture(
@@ -114,46 +111,6 @@ def engine(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator
 
 class TestVLLM(AdapterSuite):
     """An ``LLM``, in one process and on two ranks."""
-
-
-def held() -> dict[int, tuple[int, int]]:
-    """Of this process and all below it: descriptors, and resident memory of its own in KiB."""
-    found, left = {}, [os.getpid()]
-    while left:
-        pid = left.pop()
-        lists = Path(f"/proc/{pid}/task").glob("*/children")
-        left += [int(child) for path in lists for child in path.read_text().split()]
-        status = dict(
-            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        )
-        if "RssAnon" in status:  # else it has ended, and nobody has asked for its exit yet
-            memory = int(status["RssAnon"].split()[0])
-            found[pid] = len(list(Path(f"/proc/{pid}/fd").iterdir())), memory
-    return found
-
-
-@pytest.mark.parametrize("updates", [60, pytest.param(1000, marks=pytest.mark.full)])
-def test_a_long_run_leaves_as_much_memory_and_as_many_descriptors_as_it_found(
-    engine: VLLMAdapted, updates: int
-) -> None:
-    for number in range(updates // 3):
-        engine.update(number % 2)
-        assert engine.answers() == engine.fresh[1 + number % 2]
-    before, names = held(), set(Path("/dev/shm").iterdir())
-    # Without a request: the first one in each block of keys and values takes memory for good.
-    for number in range(updates):
-        engine.update(number % 2)
-    after = held()
-    grown = {
-        pid: (after[pid][0] - descriptors, (after[pid][1] - memory) >> 10)
-        for pid, (descriptors, memory) in before.items()
-    }
-    assert all(more == 0 and mib < 4 for more, mib in grown.values()), grown
-    assert len(set(Path("/dev/shm").iterdir()) - names) <= 1  # the serving version has its own
-    assert engine.answers() == engine.fresh[1 + (updates - 1) % 2]
-    engine.executor.lora_request("policy", engine.count - 1)  # the one before, and no older one
-    with pytest.raises(UnknownUpdate):
-        engine.executor.lora_request("policy", engine.count - 2)
 
 
 # ---- several versions side by side ---------------------------------------------------------------
@@ -278,39 +235,6 @@ def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_ga
             assert got == engine.fresh[1 + number]
         assert trainer.told(manifest) >= {("vllm", rank, "released") for rank in engine.ranks}
         assert trainer.asked == []
-    engine.executor.recover()
-
-
-# ---- what is refused, and what fails -------------------------------------------------------------
-
-
-# ---- by files, as SkyRL sends them ---------------------------------------------------------------
-
-
-def test_a_directory_that_skyrl_names_is_installed_and_proven_and_a_bad_one_changes_nothing(
-    engine: VLLMAdapted, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    def request(folder: str, **version: int) -> dict[str, Any]:
-        return {"names": ["lora_disk_load"], "extras": [{"lora_disk_path": folder, **version}]}
-
-    with LoRADiskLoader(VLLMEngineAdapter(engine.engine, timeout_s=60.0, take_over=True)) as loader:
-        for number in (1, 0):
-            loader.load(request(checkpoints.adapter(number)))
-            assert engine.asked(loader.lora_request()) == engine.fresh[1 + number]
-            ack = loader.executor.last_ack
-            assert ack is not None
-            assert ack.proof.method == "digest"
-        wrong = of_rank(engine.weights[0], 32)
-        write_peft(tmp_path / "wrong", spec_of(wrong), wrong)
-        with pytest.raises(IncompatibleUpdate, match="max_lora_rank=32"):
-            loader.load(request(str(tmp_path / "wrong")))
-        with pytest.raises(WeightBridgeUnavailableError, match="cannot be read as an adapter"):
-            loader.load(request(str(tmp_path / "none")))
-        assert engine.asked(loader.lora_request()) == engine.fresh[1]
-        for version in (7, 3):  # a trainer that goes back to an earlier step
-            loader.load(request(checkpoints.adapter(1), weight_version=version))
-            assert loader.executor.adapter_version("policy") == version
-        assert engine.asked(loader.lora_request()) == engine.fresh[2]
     engine.executor.recover()
 
 

@@ -26,7 +26,7 @@ from rl_bridge.errors import (
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.trainers import read_peft, write_peft
-from tests.engines.adapter_suite import Adapted, AdapterSuite, cut_to_rank, spec_of
+from tests.engines.adapter_suite import AdapterSuite, Breakable, cut_to_rank, spec_of
 from tests.engines.models import ADAPTER, Checkpoints, Kind
 from tests.sglang.bench import (
     ASK,
@@ -56,7 +56,7 @@ pytestmark = pytest.mark.timeout(600)  # engines start
 KIND = Kind("qwen3")
 
 
-class SGLangAdapted(Adapted):
+class SGLangAdapted(Breakable):
     """An ``Engine``."""
 
     folder: Path
@@ -108,7 +108,7 @@ def adapted(
                 suspicious="off",
             )
         )
-        engine = SGLangAdapted(made, executor, bridge, fresh, weights, range(ranks))
+        engine = SGLangAdapted(made, executor, bridge, fresh, weights, ranks=range(ranks))
         engine.folder = folder
         yield engine
 
