@@ -409,8 +409,11 @@ class AdapterSuite:
         def request(folder: str, **version: int) -> dict[str, Any]:
             return {"names": [LORA_DISK_LOAD], "extras": [{"lora_disk_path": folder, **version}]}
 
+        engine.update(0)
         with LoRADiskLoader(engine.driver()) as loader:
-            loader.executor.recover()  # the engine is another driver's
+            with pytest.raises(SessionRefused):  # the adapter is another driver's
+                loader.load(request(checkpoints.adapter(1)))
+            loader.executor.recover()
             for number in (1, 0):
                 loader.load(request(checkpoints.adapter(number)))
                 assert engine.asked(loader.lora_request()) == engine.fresh[1 + number]
