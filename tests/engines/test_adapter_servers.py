@@ -451,6 +451,11 @@ def test_the_step_that_a_directory_marks_is_loaded_also_when_the_trainer_is_a_st
     prime.bring(steps[2], "my_lora")
     assert server.answers(model="my_lora") == fresh[1]
     assert server.answers(model="late") == fresh[2]
+    # The adapter's own name is the active version's: it goes back to none.
+    code, text = prime.load(lora_name="policy", weight_version=steps[1])
+    assert (code, "StaleUpdate" in text) == (409, True), text
+    assert prime.load(lora_name="policy", weight_version=steps[2]) == (200, "ok")
+    assert server.answers(model="policy") == fresh[1]
 
 
 def test_what_its_route_cannot_do_changes_nothing_and_says_why(prime: PrimeTrainer) -> None:
@@ -484,6 +489,21 @@ def test_runs_of_its_trainer_begin_and_end_beside_each_other(prime: PrimeTrainer
     code, text = told(prime.adapted, "unload_lora_adapter", {"lora_name": "run_1"})
     assert (code, "expected one of" in text) == (409, True), text
     prime.run("delete", run_idx=1)
+    prime.update(1, "my_lora")
+    assert server.answers(model="my_lora") == fresh[2]
+
+
+def test_an_unload_waits_for_the_requests_that_have_the_adapter(prime: PrimeTrainer) -> None:
+    server, fresh = prime.adapted.engine, prime.adapted.fresh
+    prime.update(0, "my_lora")
+    alone = server.generate(PROMPTS[0], 300, model="my_lora")["token_ids"]
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(server.generate, PROMPTS[0], 300, model="my_lora")
+        until(lambda: used(prime.adapted) or asked.done(), what="it is asked")
+        unload: dict[str, object] = {"lora_name": "my_lora"}
+        assert told(prime.adapted, "unload_lora_adapter", unload) == (200, "ok")
+        assert asked.done()
+        assert asked.result()["token_ids"] == alone
     prime.update(1, "my_lora")
     assert server.answers(model="my_lora") == fresh[2]
 

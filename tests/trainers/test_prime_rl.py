@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from pydantic import ValidationError
 from torch.nn import Linear, Module
 
-from rl_bridge import RolloutExecutor
+from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.compat.prime_rl import (
     FileSystemWeightBroadcast,
     LoRAConfig,
@@ -31,6 +31,7 @@ from rl_bridge.errors import (
     TransportUnavailable,
     UnknownUpdate,
     VersionNotMonotonic,
+    WeightBridgeError,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.manifest import AdapterSpec
@@ -175,6 +176,11 @@ def test_a_server_of_another_name_and_a_reader_without_the_token_are_refused() -
         with client_of(server, token="secret") as client:
             client.refresh_catalog()
             assert client.keys() == server.keys()
+            assert client.get(f"lora:0:{A}").equal(torch.full((2, 4), 1.0))
+            manifest = client.manifest(0)  # whoever has it, and not the secret, can read nothing
+            assert manifest.handle["endpoint"]["token"] is None
+            with make_weight_bridge("nixl") as reader, pytest.raises(WeightBridgeError):
+                reader.import_update(manifest)
         with pytest.raises(TransportUnavailable, match=f"port {server.port}"):
             ParameterServer("params", server.port)
     with pytest.raises(SegmentError, match="cannot be reached"):
@@ -309,8 +315,11 @@ def test_adapters_are_written_as_directories_of_peft_and_marked_when_they_are_wh
         with torch.no_grad():
             for one in model.parameters():
                 one.add_(1)
-        broadcast.broadcast_weights(model, 3)  # a trainer that goes back to an earlier step
+        broadcast.broadcast_weights(model, 5)
+    with setup_weight_broadcast(tmp_path, config, LoRAConfig(alpha=4)) as broadcast:
+        broadcast.broadcast_weights(model, 3)  # it begins anew, from an earlier step
         assert (folder / "STABLE").exists()
+        assert not (tmp_path / "broadcasts" / "step_5" / "STABLE").exists()
         _, again = read_peft(folder, "policy")
         assert not any(again[name].equal(one) for name, one in tensors.items())
     with (

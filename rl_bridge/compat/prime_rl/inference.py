@@ -39,6 +39,7 @@ from rl_bridge.compat.prime_rl.trainer import (
     MAX_MESSAGE_NBYTES,
     NIXL_INFO,
     STABLE,
+    TOKEN,
     AskManifest,
     AskRuns,
     Join,
@@ -48,8 +49,10 @@ from rl_bridge.compat.prime_rl.trainer import (
     from_server,
     identity_of,
     key_of,
+    nixl_options,
     run_of,
-    token_for,
+    secret_for,
+    token_of,
 )
 from rl_bridge.compat.skyrl import LORA_DISK_LOAD, LoRADiskLoader
 from rl_bridge.engines.adapters import Resident
@@ -138,7 +141,7 @@ class ParameterClient:
 
         """
         self.server_name, self.server_ip, self.server_port = server_name, server_ip, server_port
-        self._token, self._timeout_s = token_for(token, server_ip), timeout
+        self._secret, self._timeout_s = secret_for(token, server_ip), timeout
         self._rank = 0
         self._manifests: dict[int, WeightUpdateManifest] = {}
         self._read: dict[int, tuple[str, TensorBridge, Mapping[str, torch.Tensor]]] = {}
@@ -166,7 +169,10 @@ class ParameterClient:
 
     def _connected(self) -> "_Line":
         line = _Line(
-            (self.server_ip, self.server_port), self.server_name, self._token, self._timeout_s
+            (self.server_ip, self.server_port),
+            self.server_name,
+            token_of(self._secret),
+            self._timeout_s,
         )
         self._rank = line.rank
         return line
@@ -182,7 +188,8 @@ class ParameterClient:
         if found is None:
             msg = (
                 f"parameter server {self.server_name!r} has no version of run {run_idx}, expected "
-                f"one of {sorted(self._manifests)}. Ask when the trainer has broadcast it."
+                f"one of {sorted(self._manifests)}. Ask when the trainer has published it: by "
+                "broadcast_weights, or ParameterServer.publish after put."
             )
             raise UnknownUpdate(msg)
         return found
@@ -271,7 +278,11 @@ class ParameterClient:
         if isinstance(manifest, GroupManifest):
             wanted = slices(self._boxes(manifest))
         bridge = make_weight_bridge(
-            "nixl", source_worker="reader", wanted=wanted, timeout_s=self._timeout_s
+            "nixl",
+            source_worker="reader",
+            wanted=wanted,
+            timeout_s=self._timeout_s,
+            **nixl_options(self._secret),
         )
         try:
             tensors = bridge.import_update(manifest)
@@ -374,7 +385,8 @@ def newest_version(
     until, text = time.monotonic() + timeout, ""
     for rank, (host, port) in enumerate(addresses):
         name, left = f"{server_name}_{rank}", max(until - time.monotonic(), 1e-3)
-        with closing(_Line((host, port), name, token_for(token, host), left)) as line:
+        known = token_of(secret_for(token, host))
+        with closing(_Line((host, port), name, known, left)) as line:
             if not rank:
                 asked = AskManifest(run_idx=run_idx, weight_version=weight_version)
                 told = line.ask(asked, Told)
@@ -496,18 +508,32 @@ class _Stream:
         adapter: name of the run's adapter.
         lock: of all that is done about it.
         executor: brings its versions.
+        names: by which clients were to ask for a version of it.
         written: directories of it in the cache, the oldest first.
 
     """
 
     def __init__(self, run_idx: int, adapter: str, client: _ServedClient) -> None:
         self.run_idx, self.adapter, self.lock = run_idx, adapter, threading.Lock()
+        options = nixl_options(os.environ.get(TOKEN, "").strip())
+        self._bridge = make_weight_bridge("nixl", source_worker="vllm-server", **options)
         self.executor = RolloutExecutor(
-            weight_transport="nixl",
-            weight_install_adapter=VLLMEngineAdapter(client),
+            weight_bridge=self._bridge,
+            weight_install_adapter=VLLMEngineAdapter(client, transports={"nixl": options}),
             suspicious="off",
         )
+        self.names = {adapter}
         self.written: list[Path] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no version of it was installed."""
+        return self.executor.adapter_version(self.adapter) is None
+
+    def close(self) -> None:
+        """Leave the engine."""
+        self.executor.close()
+        self._bridge.close()
 
     def write(self, folder: Path, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the version into the cache; of older ones the last stays. Failures are logged."""
@@ -576,7 +602,7 @@ class PrimeRLRoutes:
         return {"status": "ok"}
 
     def _from_nixl(self, given: LoadLoRAFromNIXL) -> None:
-        table = self._table()
+        self._table()  # which says what the server lacks, before a trainer is asked
         manifest = newest_version(
             given.trainer_addresses,
             given.run_idx,
@@ -601,16 +627,31 @@ class PrimeRLRoutes:
             )
             raise IncompatibleUpdate(msg)
         with stream.lock:
-            self._on_loop(lambda: table.check_alias(given.lora_name, spec.name))
-            path = Resident(spec.name, manifest.weight_version, manifest.update_id).path
+            try:
+                self._load(stream, given.lora_name, spec, manifest)
+            except BaseException:
+                if stream.is_empty:
+                    with self._guard:
+                        self._streams.pop(spec.name, None)
+                    stream.close()
+                raise
+
+    def _load(
+        self, stream: _Stream, lora_name: str, spec: AdapterSpec, manifest: WeightUpdateManifest
+    ) -> None:
+        table = self._table()
+        self._on_loop(lambda: table.check_alias(lora_name, spec.name))
+        path = Resident(spec.name, manifest.weight_version, manifest.update_id).path
+        label, active = self._on_loop(lambda: (table.label_at(path), table.path_of(spec.name)))
+        tensors = None
+        # An older version that is still there gets another name; the adapter's own is the active's.
+        if label is None or (lora_name == spec.name and active != path):
+            tensors = stream.executor.update_weights(manifest)
             label = self._on_loop(lambda: table.label_at(path))
-            tensors = None
-            if label is None:  # else it is asked for once more
-                tensors = stream.executor.update_weights(manifest)
-                label = self._on_loop(lambda: table.label_at(path))
-            self._on_loop(lambda: table.alias(given.lora_name, spec.name, str(label)))
-            if tensors is not None and (home := os.environ.get(CACHE_DIR)):
-                stream.write(Path(home) / given.lora_name, spec, tensors)
+        self._on_loop(lambda: table.alias(lora_name, spec.name, str(label)))
+        stream.names.add(lora_name)
+        if tensors is not None and (home := os.environ.get(CACHE_DIR)):
+            stream.write(Path(home) / lora_name, spec, tensors)
 
     def _from_files(self, given: LoadLoRAFromFiles) -> None:
         with self._guard:
@@ -621,12 +662,23 @@ class PrimeRLRoutes:
             lock, loader = self._loaders[given.lora_name]
         request = {"names": [LORA_DISK_LOAD], "extras": [{"lora_disk_path": given.lora_path}]}
         with lock:
-            loader.load(request)
+            try:
+                loader.load(request)
+            except BaseException:
+                if loader.executor.adapter_version(given.lora_name) is None:
+                    with self._guard:
+                        self._loaders.pop(given.lora_name, None)
+                    loader.close()
+                raise
 
     def _unload(self, lora_name: str) -> None:
         table = self._table()
         with self._guard:
             files = self._loaders.get(lora_name)
+            found = [one for one in self._streams.values() if lora_name in one.names]
+            known = sorted(
+                {*self._loaders, *(n for one in self._streams.values() for n in one.names)}
+            )
         if files is not None:
             lock, loader = files
             with lock:
@@ -635,19 +687,27 @@ class PrimeRLRoutes:
                 with self._guard:
                     del self._loaders[lora_name]
             return
-        adapter = self._on_loop(lambda: table.unalias(lora_name))
-        if adapter is None:  # the name of an older version, which is taken away now
-            return
-        with self._guard:
-            stream = self._streams.get(adapter)
-        if stream is None:
-            msg = f"adapter {adapter!r} was not loaded by these routes. Name one that was."
+        if not found:
+            msg = f"{lora_name!r} was not loaded here, expected one of {known}. Name one of them."
             raise UnknownUpdate(msg)
+        (stream,) = found
+        adapter = stream.adapter
+
+        def is_whole() -> bool:
+            """Whether the adapter is to go; an older version's name is taken away here."""
+            # (Where nothing is offered, an earlier unload did not come to its end.)
+            if lora_name == adapter or adapter not in table:
+                return True
+            return lora_name in table and table.unalias(lora_name) is not None
+
         with stream.lock:
+            if not self._on_loop(is_whole):
+                stream.names.discard(lora_name)
+                return
             stream.executor.drop_adapter(adapter)
-            stream.executor.close()
             with self._guard:
                 del self._streams[adapter]
+            stream.close()
 
     def _client(self) -> _ServedClient:
         return _ServedClient(self._engine, self._running(), self._table())
@@ -730,6 +790,17 @@ def trainer_addresses(weight_dir: str | Path) -> tuple[int, list[Address], int |
         raise MalformedManifest(msg) from error
 
 
+def _manifest_in(folder: Path) -> str:
+    try:
+        return (folder / MANIFEST).read_text(encoding="utf-8")
+    except OSError as error:
+        msg = (
+            f"{folder / MANIFEST} cannot be read ({error.strerror}): expected a version of type "
+            '"nccl". Give trainer and orchestrator the same weight_broadcast.'
+        )
+        raise MalformedManifest(msg) from error
+
+
 class StaticInferencePool:
     """All inference servers of a run, which get each version.
 
@@ -803,7 +874,7 @@ class StaticInferencePool:
                 path = "load_lora_adapter"
                 tasks = [self._post(one, path, body, _INSTALL_S) for one in self.admin_clients]
             case NCCLWeightBroadcastConfig():
-                text = (folder / MANIFEST).read_text(encoding="utf-8")
+                text = _manifest_in(folder)
                 urls = [str(one.base_url) for one in self.admin_clients]
                 tasks = [asyncio.to_thread(self._install, url, text, config) for url in urls]
         failed = [one for one in await asyncio.gather(*tasks) if one]
@@ -840,12 +911,12 @@ class StaticInferencePool:
                     backend=config.backend,
                     timeout_s=config.timeout,
                 )
-                self._bridges.append(bridge)
                 # (From an orchestrator that died: there is one at a time.)
                 adapter = VLLMEngineAdapter(url, transports={"broadcast": options}, take_over=True)
                 self._executors[url] = RolloutExecutor(
                     weight_bridge=bridge, weight_install_adapter=adapter, suspicious="off"
                 )
+                self._bridges.append(bridge)
             self._executors[url].update_weights(manifest)
         except WeightBridgeError as error:
             return f"{url}: {type(error).__name__}: {error}"

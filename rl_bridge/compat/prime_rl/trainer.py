@@ -20,6 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -102,20 +103,30 @@ def run_of(key: str) -> tuple[int, str]:
     return int(number), name
 
 
-def token_for(secret: str | None, host: str) -> bytes:
-    """What both sides of a greeting know: of the secret that was given, or the environment's.
+def secret_for(given: str | None, host: str) -> str:
+    """The secret that was given, or the environment's; empty if all of it stays on this machine.
 
     Raises:
         ValueError: there is none, and `host` is another machine's or reached by others.
 
     """
-    found = (os.environ.get(TOKEN, "") if secret is None else secret).strip()
+    found = (os.environ.get(TOKEN, "") if given is None else given).strip()
     if not found and host not in LOOPBACK:
         raise ValueError(
             f"host={host!r}: whoever reaches it could read the weights, expected a token. Set "
             f"{TOKEN} to the same secret on the trainer's and the inference's side."
         )
-    return hashlib.sha256(found.encode()).digest()
+    return found
+
+
+def token_of(secret: str) -> bytes:
+    """The bytes that both sides of a greeting know."""
+    return hashlib.sha256(secret.encode()).digest()
+
+
+def nixl_options(secret: str) -> dict[str, Any]:
+    """Options of the transport ``nixl`` on both sides: with a secret, no manifest holds a token."""
+    return {"token": hashlib.sha256(f"nixl {secret}".encode()).hexdigest()} if secret else {}
 
 
 def identity_of(host: str, port: int) -> str:
@@ -286,7 +297,7 @@ class _Catalog(PeerServer[Peer, Join]):
             what = "version" if asked is None else f"version {asked}"
             return Told(
                 reason=f"there is no {what} of run {message.run_idx}, expected one of {versions}. "
-                "Ask when the trainer has broadcast it"
+                "Ask when the trainer has published it: by broadcast_weights, or publish"
             )
         return None
 
@@ -335,11 +346,12 @@ class ParameterServer:
         self.server_name, self.rank = f"{server_name}_{rank}", rank
         self.host, self.port = host, port + rank
         self._base, self._exchange, self._timeout_s = server_name, exchange, timeout
-        self._options = options
+        secret = secret_for(token, host)
+        self._options = {**nixl_options(secret), **options}
         self._runs: dict[int, _Run] = {}
         self._lock = threading.RLock()
         self._ended = threading.Event()
-        self._catalog = _Catalog(self, token_for(token, host), timeout)
+        self._catalog = _Catalog(self, token_of(secret), timeout)
 
     # ---- tensors --------------------------------------------------------------------------------
 
@@ -481,6 +493,7 @@ class _BroadcastRun:
         is_registered: its tensors were registered, and do not come with the model.
         extractor: of the model.
         model: that it was made for.
+        is_begun: a version of it was broadcast.
 
     """
 
@@ -489,6 +502,7 @@ class _BroadcastRun:
     is_registered: bool
     extractor: WeightExtractor | None = None
     model: Any = None
+    is_begun: bool = False
 
 
 class WeightBroadcast(ABC):
@@ -560,7 +574,10 @@ class WeightBroadcast(ABC):
                 raise UnknownUpdate(msg)
             if model is not None and run.model is not model and not run.is_registered:
                 run.extractor, run.model = self._extractor(model, run.name), model
+            if not run.is_begun and self.rank == 0:
+                _unmark_later(run.directory, its)
             self._broadcast(run_idx, run, its)
+            run.is_begun = True
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -621,6 +638,23 @@ class WeightBroadcast(ABC):
             raise WeightBridgeUnavailableError(msg) from error
 
 
+def _unmark_later(run_directory: Path, step: int) -> None:
+    """Take back the markers of later steps: of an earlier life of the training that went further.
+
+    Raises:
+        WeightBridgeUnavailableError: it cannot be done.
+
+    """
+    for marker in run_directory.glob(f"broadcasts/step_*/{STABLE}"):
+        number = marker.parent.name.removeprefix("step_")
+        if number.isdecimal() and int(number) >= step:
+            try:
+                marker.unlink(missing_ok=True)
+            except OSError as error:
+                msg = f"{marker} cannot be removed: {error.strerror}. Name another output_dir."
+                raise WeightBridgeUnavailableError(msg) from error
+
+
 def _write(path: Path, text: str) -> None:
     """Write a file durably; nobody meets half of it. A manifest leads to the weights."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -671,11 +705,18 @@ class NIXLWeightBroadcast(WeightBroadcast):
                 has, so that a rank that is late costs a version and no process group.
             options: of `ParameterServer`.
 
+        Raises:
+            ValueError: another host than 127.0.0.1 without a token.
+            WeightBridgeUnavailableError: the ranks do not meet in time.
+            TransportUnavailable: as for `ParameterServer`.
+
         """
         super().__init__(output_dir, lora_config)
+        # (Before ranks wait for each other: each says by itself that it has no secret.)
+        secret_for(options.get("token"), config.host)
         self.config, self._alpha = config, lora_config.alpha
         if exchange is None and self.world_size > 1:
-            exchange = _over_a_store(config.host)
+            exchange = _over_a_store(config.host, timedelta(seconds=config.timeout))
         self.param_server = ParameterServer(
             config.server_name,
             config.port,
@@ -720,16 +761,30 @@ class NIXLWeightBroadcast(WeightBroadcast):
             self._mark(folder, {NIXL_INFO: info, ENDPOINTS: endpoints})
 
 
-def _over_a_store(host: str) -> Exchanges:
-    """The ranks meet in a store of rank 0's; where it is, they are told over a group of Gloo's."""
-    group, rank, world_size = dist.new_group(backend="gloo"), dist.get_rank(), dist.get_world_size()
-    store = None
-    if rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # torch does not list it
-    where = [host, 0 if store is None else store.port]
-    host, port = broadcast_json(where, source=0, group=group, device=torch.device("cpu"))
-    if store is None:
-        store = dist.TCPStore(host, port, is_master=False)  # type: ignore[attr-defined]  # as above
+def _over_a_store(host: str, timeout: timedelta) -> Exchanges:
+    """The ranks meet in a store of rank 0's; where it is, they are told over a group of Gloo's.
+
+    Raises:
+        WeightBridgeUnavailableError: they do not meet in time.
+
+    """
+    rank, world_size, store = dist.get_rank(), dist.get_world_size(), None
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch does not list it
+    try:
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        if rank == 0:
+            store = make(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        where = [host, 0 if store is None else store.port]
+        at, port = broadcast_json(where, source=0, group=group, device=torch.device("cpu"))
+        if store is None:
+            store = make(at, port, is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        msg = (
+            f"rank {rank} did not meet the others within {timeout.total_seconds():g} s, at host "
+            f"{host!r}: {error}. Give rank 0 an address that all ranks reach "
+            "(weight_broadcast.host)."
+        )
+        raise WeightBridgeUnavailableError(msg) from error
 
     def exchange(name: str) -> GroupExchange:
         return StoreExchange(StoreOptions(store, name), rank=rank, world_size=world_size)

@@ -84,6 +84,11 @@ class AdapterTable(dict[str, Any]):
         found = (one for name, one in self.items() if name in ours and one.lora_path == path)
         return next((str(one.lora_name) for one in found), None)
 
+    def path_of(self, adapter: str) -> str | None:
+        """Path of the version that is active; None if none is offered."""
+        active = super().get(adapter)
+        return None if active is None else str(active.lora_path)
+
     def check_alias(self, name: str, adapter: str) -> None:
         """Refuse another name for versions of an adapter.
 
