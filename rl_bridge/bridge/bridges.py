@@ -1,6 +1,7 @@
 """The bridges that users make: one class for each transport, and a maker by name."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from rl_bridge.assembly.end import GroupEnd, GroupTransport
@@ -19,6 +20,7 @@ from rl_bridge.transports.registry import (
     BroadcastInitInfo,
     Counters,
     Entry,
+    Files,
     canonical_name,
     transport_class,
 )
@@ -133,6 +135,68 @@ class NIXLTensorBridge(TensorBridge):
         return NIXL.counters(*(half.end for half in halves if half is not None))
 
 
+class FilesTensorBridge(TensorBridge):
+    """``files``: versions as directories, which stay when their trainer ends."""
+
+    transport: ClassVar[str] = "files"
+
+    def _make_transport(self, options: Mapping[str, object]) -> Transport:
+        # Each rank's versions have directories of their own, and a publisher's lock.
+        return super()._make_transport({"source_rank": self.source_rank, **options})
+
+    def versions(self) -> list[WeightUpdateManifest]:
+        """Manifests of all versions that are there, in the order of their publication.
+
+        Of those that several ranks published, the directory holds the parts; their manifest comes
+        from the trainer. What cannot be read is logged and left out.
+
+        Raises:
+            WeightBridgeUnavailableError: the directory cannot be read.
+
+        """
+        return [manifest for _, manifest in self._stored()][::-1]
+
+    def newest(self) -> WeightUpdateManifest | None:
+        """The one of `versions` that was published last, for an engine that starts late, or None.
+
+        Raises:
+            WeightBridgeUnavailableError: the directory cannot be read.
+
+        """
+        return next((manifest for _, manifest in self._stored()), None)
+
+    def watch(
+        self, *, timeout_s: float = 600.0, every_s: float = 0.5
+    ) -> Iterator[WeightUpdateManifest]:
+        """Yield each version once it is visible: first the newest that is there, then later ones.
+
+        Of versions that came between two looks only the newest is given.
+
+        Args:
+            timeout_s: ends after so long without a new version.
+            every_s: time between two looks.
+
+        Raises:
+            WeightBridgeUnavailableError: the directory cannot be read.
+
+        """
+        seen, until = 0, time.monotonic() + timeout_s
+        while True:
+            sequence, manifest = next(self._stored(), (0, None))
+            if manifest is not None and sequence > seen:
+                seen = sequence
+                yield manifest
+                until = time.monotonic() + timeout_s
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(every_s, left))
+
+    def _stored(self) -> Iterator[tuple[int, WeightUpdateManifest]]:
+        assert isinstance(self._transport, Files)
+        return self._transport.stored()
+
+
 class GroupBridge(TensorBridge):
     """Imports versions whose parts travel by several transports, each with options of its own.
 
@@ -235,6 +299,7 @@ _NAMED: dict[str, type[TensorBridge]] = {
         CUDAIPCTensorBridge,
         BroadcastTensorBridge,
         NIXLTensorBridge,
+        FilesTensorBridge,
     )
 }
 

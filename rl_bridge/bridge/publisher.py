@@ -201,6 +201,7 @@ class Publisher:
                 )
                 if self._journal is not None:
                     self._journal.reserve(weight_version)
+                self.end.show(manifest)
                 lifecycle = Lifecycle(
                     Role.PUBLISHER,
                     update_id=update_id,

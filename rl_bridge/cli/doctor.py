@@ -314,6 +314,7 @@ _PURPOSES = {
     "broadcast": "one trainer to many engines, also on other machines",
     "cuda-ipc": "CUDA tensors between processes, the older way",
     "nixl": "engines read from all trainer ranks, also on other machines",
+    "files": "versions as directories, which outlive their trainer",
     "torch module": "any torch.nn.Module: copy, alias and flip",
     "ray": "places trainer and rollouts; rl_bridge.ray carries versions between its actors",
     "vllm": "engines of vLLM; its features are listed below",

@@ -5,12 +5,15 @@ of the conformance suite: it knows both ends that it handed out, so that a test 
 behind a manifest without asking the transport under test for them.
 """
 
+import ctypes
+import mmap
 import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -32,6 +35,8 @@ from rl_bridge.transports.base import (
     Transport,
 )
 from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
+from rl_bridge.transports.files.layout import layout_of
+from rl_bridge.transports.files.transport import FilesPublisher
 from rl_bridge.transports.registry import transport_class
 
 
@@ -118,7 +123,7 @@ class KillAt:
 
 # ---- the bytes behind a manifest ----------------------------------------------------------------
 
-Locate = Callable[[PublisherEnd, str, Mapping[str, Any]], int]
+Locate = Callable[[PublisherEnd, str, Mapping[str, Any]], int | Callable[[int], int]]
 """Finds a published update in its publisher's memory: from its end, the update id, the handle."""
 
 
@@ -151,6 +156,39 @@ def published_address(end: PublisherEnd, update_id: str, handle: Mapping[str, An
     del handle
     assert isinstance(end, SlotPublisher)
     return end.address_of(update_id)
+
+
+def locate_in_files(
+    end: PublisherEnd, update_id: str, handle: Mapping[str, Any]
+) -> Callable[[int], int]:
+    """Find the bytes of an update's arena in a mapping of its files: the transport ``files``."""
+    assert isinstance(end, FilesPublisher)
+    folder = end.folders.get(update_id)
+    if folder is None:  # it is carried, and not written yet
+        return lambda offset: end.arena_address + offset
+    text = (folder / "manifest.json").read_text(encoding="utf-8")
+    table = WeightUpdateManifest.from_json(text).table
+
+    def address(offset: int) -> int:
+        for file in layout_of(table, handle["file_nbytes"], is_adapter=False).files:
+            at = len(file.header)
+            for row in file.rows:
+                begin = offset - table.offsets[row]
+                if 0 <= begin < table.nbytes[row]:
+                    return _mapped(folder / file.name) + at + begin
+                at += table.nbytes[row]
+        return _mapped(folder / "lists.bin") + offset - table.leaves_offset
+
+    return address
+
+
+_MAPPED: list[mmap.mmap] = []  # kept: an address into one must stay good
+
+
+def _mapped(path: Path) -> int:
+    with path.open("r+b") as file:
+        _MAPPED.append(mmap.mmap(file.fileno(), 0))
+    return ctypes.addressof(ctypes.c_char.from_buffer(_MAPPED[-1]))
 
 
 def _shared_mapping(device: int, inode: int) -> int:
@@ -269,16 +307,6 @@ class FaultInjecting(Transport):
         for fault in struck:
             fault.action()
 
-    def arena(self, manifest: WeightUpdateManifest) -> int:
-        """Address of a published update's first byte in this, its publisher's, process.
-
-        Raises:
-            LookupError: it was not published through this object.
-
-        """
-        end = self._publisher_of(manifest)
-        return self.locate(end.inner, manifest.update_id, end.handles[manifest.update_id])
-
     def _publisher_of(self, manifest: WeightUpdateManifest) -> "_FaultyPublisher":
         for end in self.publishers:
             if manifest.update_id in end.handles:
@@ -287,8 +315,18 @@ class FaultInjecting(Transport):
         raise LookupError(msg)
 
     def corrupt(self, manifest: WeightUpdateManifest, offset: int) -> None:
-        """Flip one byte of a published update, at `offset` of its arena."""
-        flip_byte(self.arena(manifest) + offset, self._publisher_of(manifest).place)
+        """Flip one byte of a published update, at `offset` of its arena.
+
+        Raises:
+            LookupError: it was not published through this object.
+
+        """
+        publisher = self._publisher_of(manifest)
+        found = self.locate(
+            publisher.inner, manifest.update_id, publisher.handles[manifest.update_id]
+        )
+        address = found(offset) if callable(found) else found + offset
+        flip_byte(address, publisher.place)
 
 
 class AroundPublisher(PublisherEnd):
@@ -303,6 +341,10 @@ class AroundPublisher(PublisherEnd):
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Pass on."""
         return self.inner.carry(plan, tensors, update_id)
+
+    def show(self, manifest: WeightUpdateManifest) -> None:
+        """Let others find a version."""
+        self.inner.show(manifest)
 
     def seal_header(self, update_id: str, digest: bytes) -> None:
         """Pass on."""
@@ -363,8 +405,8 @@ class _FaultyPublisher(AroundPublisher):
         try:
             if self.owner.corrupt_next and plan.table.arena_nbytes:
                 self.owner.corrupt_next = False
-                address = self.owner.locate(self.inner, update_id, carried.handle)
-                flip_byte(address, self.place)
+                found = self.owner.locate(self.inner, update_id, carried.handle)
+                flip_byte(found(0) if callable(found) else found, self.place)
             self.owner.reach(Step.AFTER_CARRY)
         except BaseException:
             self.inner.release(update_id)

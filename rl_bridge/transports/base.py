@@ -185,6 +185,14 @@ class PublisherEnd(ABC):
 
         """
 
+    def show(self, manifest: WeightUpdateManifest) -> None:  # noqa: B027 - most need not
+        """Let those find a version who look for versions themselves; the last step of publishing.
+
+        Raises:
+            WeightBridgeError: nothing was published; nobody finds it.
+
+        """
+
     @abstractmethod
     def release(self, update_id: str) -> None:
         """Release an update; readers that hold it keep it. Unknown ids are ignored."""

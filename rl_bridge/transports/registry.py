@@ -19,6 +19,7 @@ from rl_bridge.transports.base import Availability, Transport
 from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
+from rl_bridge.transports.files.transport import Files
 from rl_bridge.transports.local import LocalClone
 from rl_bridge.transports.nixl.agent import Counters
 from rl_bridge.transports.nixl.messages import Entry
@@ -33,6 +34,7 @@ __all__ = [
     "BroadcastInitInfo",
     "Counters",
     "Entry",
+    "Files",
     "canonical_name",
     "probe",
     "register_transport",
@@ -42,7 +44,7 @@ __all__ = [
 _Kind = TypeVar("_Kind", bound=type[Transport])
 
 _KINDS: dict[str, type[Transport]] = {
-    kind.name: kind for kind in (LocalClone, SharedMemory, CUDAVMM, CUDAIPC, Broadcast, NIXL)
+    kind.name: kind for kind in (LocalClone, SharedMemory, CUDAVMM, CUDAIPC, Broadcast, NIXL, Files)
 }
 
 TRANSPORTS: Mapping[str, type[Transport]] = MappingProxyType(_KINDS)

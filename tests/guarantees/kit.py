@@ -7,14 +7,16 @@ has what they do not.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, WeightUpdateManifest
 from rl_bridge.testing import EngineSuite, HostIPC, HostVMM, InstallerSuite, TransportSuite
+from rl_bridge.testing.faults import Locate, locate_in_files
 from rl_bridge.transports import TRANSPORTS as REGISTERED
+from rl_bridge.transports.files.transport import Files
 
 __all__ = [
     "ADAPTERS",
@@ -58,6 +60,13 @@ def on_engines(*names: str) -> tuple[str, ...]:
 
 # ---- transports ---------------------------------------------------------------------------------
 
+
+class LocatedFiles(Files):
+    """With what finds the bytes behind a manifest."""
+
+    locate: ClassVar[Locate] = staticmethod(locate_in_files)
+
+
 TRANSPORTS: Mapping[str, Callable[[Path], tuple[Any, dict[str, Any]]]] = {
     "local-clone": lambda _: (REGISTERED["local-clone"], {}),
     "shared-memory": lambda _: (REGISTERED["shared-memory"], {}),
@@ -65,6 +74,7 @@ TRANSPORTS: Mapping[str, Callable[[Path], tuple[Any, dict[str, Any]]]] = {
     "cuda-vmm-on-host": lambda _: (HostVMM, {}),
     "cuda-ipc-on-host": lambda _: (HostIPC, {}),
     "broadcast": lambda _: (REGISTERED["broadcast"], {"timeout_s": 20.0}),
+    "files": lambda path: (LocatedFiles, {"url": path / "run", "keep_last": 0, "fenced": False}),
 }
 """Every transport that runs on a CPU, with its options; those of GPUs with a driver that stands on
 host memory."""

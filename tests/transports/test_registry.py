@@ -1,6 +1,7 @@
 """Transports of one's own: what the registry takes, what it refuses, and what it is good for."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,9 +30,12 @@ def test_a_registered_transport_is_found_by_its_name(pigeon: type[Transport]) ->
     assert probe("pigeon").status == "pass"
 
 
-def test_a_bridge_is_made_for_every_transport_that_is_registered(pigeon: type[Transport]) -> None:
+def test_a_bridge_is_made_for_every_transport_that_is_registered(
+    pigeon: type[Transport], tmp_path: Path
+) -> None:
     for name in TRANSPORTS:
-        with make_weight_bridge(name) as bridge:
+        options: dict[str, object] = {"url": tmp_path} if name == "files" else {}
+        with make_weight_bridge(name, **options) as bridge:  # type: ignore[arg-type]  # its own
             assert isinstance(bridge, TensorBridge)
             assert bridge.transport == name
 

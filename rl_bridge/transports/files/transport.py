@@ -1,0 +1,574 @@
+"""``files``: a version is a directory that everybody can read, and that outlives its trainer.
+
+The trainer writes each version durably into a directory that the engines see as well, on a local
+disk or a network's. It lies there as Hugging Face's checkpoints do, so engines and tools load it as
+it is; readers over a bridge verify each byte of it. A version stays when its trainer ends, so an
+engine that starts later installs the newest one.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import unquote, urlsplit
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+
+from rl_bridge.errors import MalformedManifest, SegmentError, WeightBridgeError
+from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
+from rl_bridge.memory.holding import Holding
+from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.passes import BytePlan, checked_count, checked_flag, checked_threads
+from rl_bridge.memory.views import Attachment, Pin, anonymous_pin
+from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
+from rl_bridge.transports.files.layout import INDEX, FileLayout, layout_of
+from rl_bridge.transports.files.versions import (
+    LISTS,
+    MANIFEST,
+    MARKER,
+    RECORDS,
+    Lease,
+    Marker,
+    StoredVersion,
+    WriterLock,
+    folder_name,
+    folder_of,
+    folder_rank,
+    is_unmarked,
+    leased,
+    make_root,
+    read_tensors,
+    remove,
+    stored_manifest,
+    sync_folder,
+    visible,
+    write_durably,
+    write_marker,
+)
+
+_LOG = logging.getLogger(__name__)
+
+_MIN_FILE_NBYTES = 1 << 20
+_MAX_RECORD_NBYTES = 1 << 20
+_REMEMBERED = 64
+ADAPTER_CONFIG = "adapter_config.json"
+_OWN = frozenset({MARKER, MANIFEST, LISTS, ADAPTER_CONFIG, INDEX})
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
+
+
+class FilesHandle(BaseModel):
+    """The JSON handle of a manifest.
+
+    Attributes:
+        file_nbytes: the largest size of a file, from which the placement follows.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file_nbytes: StrictInt = Field(ge=_MIN_FILE_NBYTES, lt=2**63)
+
+
+def directory_of(url: str | os.PathLike[str]) -> Path:
+    """The directory that a url names.
+
+    Raises:
+        TypeError: no text and no path.
+        ValueError: a url of something else.
+
+    """
+    if isinstance(url, os.PathLike):
+        return Path(url).absolute()
+    if not isinstance(url, str):
+        raise TypeError(f"url={url!r}: expected a directory, such as '/mnt/share/run1'.")
+    parts = urlsplit(url)
+    if parts.scheme not in {"", "file"} or parts.netloc or not url:
+        raise ValueError(
+            f"url={url!r}: expected a directory, such as '/mnt/share/run1'; other stores are not "
+            "read yet. Name a directory that both sides see."
+        )
+    return Path(unquote(parts.path) if parts.scheme else url).absolute()
+
+
+class Files(Transport):
+    """The ``files`` transport."""
+
+    name: ClassVar[str] = "files"
+    crosses_processes: bool = True
+    zero_copy_import: bool = False
+    binds_header: bool = True
+
+    def __init__(
+        self,
+        *,
+        url: str | os.PathLike[str],
+        source_rank: int = 0,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        config_dir: str | os.PathLike[str] | None = None,
+        file_nbytes: int = 5 << 30,
+        fenced: bool = True,
+        num_threads: int | None = None,
+    ) -> None:
+        """Configure; both sides of a run take the same `url`.
+
+        Args:
+            url: the run's directory; the publisher makes it, but not what it lies in.
+            source_rank: this publisher's rank; the bridge passes its own.
+            keep_last: how many of the newest versions stay, released or not; those that were not
+                released stay in any case, as long as their publisher lives.
+            keep_every: versions that are multiples of it stay.
+            config_dir: whose files but for weights go into each version, such as ``config.json``
+                and the tokenizer's: with them, engines load it as a model.
+            file_nbytes: the largest size of a file, unless a tensor is larger.
+            fenced: a second publisher of the same rank is refused, as long as the first one lives,
+                and what an earlier one did not finish is removed. False lets several publish.
+            num_threads: threads that copy and digest; None takes the usable cores.
+
+        Raises:
+            TypeError: an option of the wrong type.
+            ValueError: an option out of its range, or a url of something else than a directory.
+
+        """
+        self.root = directory_of(url)
+        self._rank = checked_count("source_rank", source_rank + 1) - 1
+        self._keep_last = checked_count("keep_last", keep_last + 1) - 1
+        self._keep_every = None if keep_every is None else checked_count("keep_every", keep_every)
+        self._config_dir = None if config_dir is None else Path(config_dir).absolute()
+        if self._config_dir is not None and not self._config_dir.is_dir():
+            raise ValueError(f"config_dir={str(config_dir)!r}: expected a directory.")
+        self._file_nbytes = checked_count("file_nbytes", file_nbytes)
+        if self._file_nbytes < _MIN_FILE_NBYTES:
+            raise ValueError(f"file_nbytes={file_nbytes}: expected {_MIN_FILE_NBYTES} or more.")
+        self._fenced = checked_flag("fenced", fenced)
+        self._num_threads = checked_threads(num_threads)
+
+    def stored(self) -> Iterator[tuple[int, WeightUpdateManifest]]:
+        """Sequence and manifest of the versions that one publisher published, the newest first.
+
+        What cannot be read is logged and left out.
+
+        Raises:
+            WeightBridgeUnavailableError: the directory cannot be read.
+
+        """
+        for version in reversed(visible(self.root)):
+            try:
+                manifest = stored_manifest(version)
+            except (WeightBridgeError, ValueError):
+                _LOG.warning("%s is left out", version.folder, exc_info=True)
+                continue
+            if manifest.weight_layout.world_size == 1:
+                yield version.marker.sequence, manifest
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """It works wherever rl_bridge does."""
+        return Availability(cls.name, "pass")
+
+    def publisher_end(self, publisher_id: str) -> "FilesPublisher":
+        """Open the trainer's end; what an earlier one of this rank did not finish is removed."""
+        return FilesPublisher(
+            self.root,
+            publisher_id,
+            self._rank,
+            keep_last=self._keep_last,
+            keep_every=self._keep_every,
+            config_dir=self._config_dir,
+            file_nbytes=self._file_nbytes,
+            fenced=self._fenced,
+            num_threads=self._num_threads,
+        )
+
+    def consumer_end(self, worker: str, rank: int) -> "FilesConsumer":
+        """Open the engine's end."""
+        return FilesConsumer(self.root, worker, rank, self._num_threads)
+
+
+class FilesPublisher(PublisherEnd):
+    """See `rl_bridge.transports.base.PublisherEnd`.
+
+    Attributes:
+        folders: update -> its directory, of versions that were not released.
+
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        publisher_id: str,
+        rank: int,
+        *,
+        keep_last: int,
+        keep_every: int | None,
+        config_dir: Path | None,
+        file_nbytes: int,
+        fenced: bool,
+        num_threads: int | None,
+    ) -> None:
+        """Take the directory for this rank."""
+        self._root, self._publisher_id, self._rank = root, publisher_id, rank
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._config_dir = config_dir
+        self._file_nbytes, self._num_threads = file_nbytes, num_threads
+        self._is_closed = False
+        make_root(root)
+        self._lock = WriterLock(root, rank) if fenced else None
+        self._arena: Pin | None = None  # of the version that is being published
+        self._headers: dict[str, bytes] = {}
+        self.folders: dict[str, Path] = {}
+        self._leases: dict[str, Lease] = {}  # of the same
+        self._nbytes: dict[str, int] = {}
+        self._collect()
+        if fenced:
+            self._forget_earlier()
+
+    def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
+        """Copy and digest; the files are written when the manifest is known."""
+        del update_id
+        start = time.perf_counter()
+        nbytes = plan.table.arena_nbytes
+        if self._arena is None or self._arena.nbytes < nbytes:
+            self._arena = None
+            self._arena = anonymous_pin(nbytes)
+        digests = plan.pack(tensors, self._arena.address, num_threads=self._num_threads)
+        elapsed = (time.perf_counter() - start) * 1e3
+        handle = FilesHandle(file_nbytes=self._file_nbytes)
+        return Carried(
+            digests=digests, handle=handle.model_dump(), timings_ms={"stage_digest": elapsed}
+        )
+
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        """Keep the digest for the marker; a version that is visible gets a new one."""
+        self._headers[update_id] = digest
+        if (folder := self.folders.get(update_id)) is not None:
+            sealed = self._leases[update_id].marker.model_copy(update={"header": digest.hex()})
+            try:
+                write_marker(folder, sealed)
+            except OSError as error:
+                raise self._unwritable(folder, error) from error
+            self._leases.pop(update_id).close()
+            self._leases[update_id] = Lease(folder)
+
+    def show(self, manifest: WeightUpdateManifest) -> None:
+        """Write a version durably, and then its marker."""
+        update_id, arena = manifest.update_id, self._arena
+        assert arena is not None  # as it was carried just now
+        folder = self.path(manifest)
+        layout = layout_of(
+            manifest.table, self._file_nbytes, is_adapter=manifest.adapter is not None
+        )
+        made = self._root / f".{self._rank}-{update_id}"
+        try:
+            made.mkdir()
+            self._write(made, manifest, layout, arena)
+            sync_folder(made)
+            made.rename(folder)
+            sync_folder(self._root)
+            own = self._own()
+            write_marker(
+                folder,
+                Marker(
+                    sequence=own[-1].marker.sequence + 1 if own else 1,
+                    weight_version=manifest.weight_version,
+                    update_id=update_id,
+                    rank=self._rank,
+                    header=self._headers.pop(update_id).hex(),
+                ),
+            )
+        except BaseException as error:
+            shutil.rmtree(made, ignore_errors=True)
+            remove(folder)
+            if isinstance(error, OSError):
+                raise self._unwritable(folder, error) from error
+            raise
+        self.folders[update_id] = folder
+        self._leases[update_id] = Lease(folder)  # other publishers of this rank must not remove it
+        self._nbytes[update_id] = sum(file.nbytes for file in layout.files)
+        self._collect()
+
+    def _write(
+        self, made: Path, manifest: WeightUpdateManifest, layout: FileLayout, arena: Pin
+    ) -> None:
+        table, memory = manifest.table, memoryview(arena.buffer).cast("B")
+        for file in layout.files:
+            pieces: list[Any] = [file.header]
+            for row in file.rows:
+                begin = table.offsets[row]
+                pieces.append(memory[begin : begin + table.nbytes[row]])
+            write_durably(made / file.name, pieces)
+        lists = memory[table.leaves_offset : table.leaves_offset + table.lists_nbytes]
+        write_durably(made / LISTS, [lists])
+        if layout.index:
+            write_durably(made / INDEX, [layout.index.encode()])
+        if manifest.adapter is not None:
+            config = {"peft_type": "LORA", **_mapping(manifest.adapter.config)}
+            text = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True)
+            write_durably(made / ADAPTER_CONFIG, [text.encode()])
+        for path in [] if self._config_dir is None else sorted(self._config_dir.iterdir()):
+            if path.is_file() and path.name not in _OWN and not path.name.endswith(_WEIGHTS):
+                write_durably(made / path.name, [path.read_bytes()])
+        write_durably(made / MANIFEST, [manifest.to_json().encode()])
+
+    @property
+    def arena_address(self) -> int:
+        """Where the version lies that is being published; 0 if there was none."""
+        return 0 if self._arena is None else self._arena.address
+
+    def path(self, manifest: WeightUpdateManifest) -> Path:
+        """The directory of a version."""
+        return self._root / folder_name(manifest.weight_version, manifest.update_id, self._rank)
+
+    def release(self, update_id: str) -> None:
+        """Let a version go, once newer ones take its place."""
+        self._headers.pop(update_id, None)
+        self._nbytes.pop(update_id, None)
+        if self.folders.pop(update_id, None) is not None:
+            self._leases.pop(update_id).close()
+            self._collect()
+
+    def _collect(self) -> None:
+        """Remove what is not to stay, of this rank's; what is being read goes later.
+
+        What cannot be removed is logged: the version that was just published stands.
+        """
+        try:
+            self._remove_old()
+        except (WeightBridgeError, OSError):
+            _LOG.exception("older versions in %s were not removed", self._root)
+
+    def _remove_old(self) -> None:
+        held = set(self.folders.values())
+        own = self._own()
+        for one in own[: max(0, len(own) - self._keep_last)]:
+            is_kept = self._keep_every and not one.marker.weight_version % self._keep_every
+            if one.folder not in held and not is_kept:
+                remove(one.folder)
+        if self._lock is None:
+            return
+        unfinished = re.compile(rf"^\.{self._rank}-[0-9a-f]{{32}}$")
+        for path in self._root.iterdir():
+            is_begun = folder_rank(path.name) == self._rank and is_unmarked(path)
+            if unfinished.match(path.name) or is_begun:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _own(self) -> list[StoredVersion]:
+        return [one for one in visible(self._root) if one.marker.rank == self._rank]
+
+    def _forget_earlier(self) -> None:
+        """Remove the records of earlier publishers of this rank: there is one at a time."""
+        own = set(self._own_records())
+        for path in (self._root / RECORDS).glob(f"{self._rank}-*.record"):
+            if path not in own:
+                path.unlink(missing_ok=True)
+
+    def records(self) -> list[Record]:
+        """What consumers wrote; a lock on the file says that its writer lives."""
+        found = []
+        for path in sorted(self._own_records()):
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                continue
+            try:
+                text = os.pread(fd, _MAX_RECORD_NBYTES, 0)
+                record = Record.model_validate_json(text)
+                presence = "alive" if leases.is_held(fd) else "gone"
+            except ValidationError:
+                record, presence = Record(worker="?", rank=-1, pid=-1), "unreadable"
+            except OSError:
+                continue  # the consumer is gone, with its host
+            finally:
+                os.close(fd)
+            found.append(record.model_copy(update={"presence": presence}))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files of versions that were not released."""
+        return sum(self._nbytes.values())
+
+    def close(self) -> None:
+        """Let others publish here; versions stay, as many as are kept. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.folders.clear()
+        while self._leases:
+            self._leases.popitem()[1].close()
+        self._nbytes.clear()
+        self._arena = None
+        try:
+            self._collect()
+            for path in self._own_records():
+                path.unlink(missing_ok=True)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+
+    def _own_records(self) -> Iterable[Path]:
+        return (self._root / RECORDS).glob(f"{self._rank}-{self._publisher_id}-*.record")
+
+    def _unwritable(self, folder: Path, error: OSError) -> SegmentError:
+        is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        remedy = "free space there" if is_full else "see to the directory and config_dir"
+        return SegmentError(
+            f"{folder} cannot be written: {error.strerror or error}. Nothing was published: "
+            f"{remedy}, then publish again."
+        )
+
+
+class FilesConsumer(ConsumerEnd):
+    """See `rl_bridge.transports.base.ConsumerEnd`."""
+
+    def __init__(self, root: Path, worker: str, rank: int, num_threads: int | None) -> None:
+        """Read from a run's directory."""
+        self._root, self._worker, self._rank = root, worker, rank
+        self._num_threads = num_threads
+        self._is_closed = False
+        self._records: dict[str, Holding] = {}  # publisher -> the descriptor of its record
+        self._updates: dict[str, dict[str, UpdateReport]] = {}
+        # Updates whose publisher hears nothing of them any more: it removed the record.
+        self._gone: deque[str] = deque(maxlen=_REMEMBERED)
+
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Read a version into memory of this process."""
+        try:
+            handle = FilesHandle.model_validate(thaw(manifest.handle))
+        except ValidationError as error:
+            msg = (
+                f"update {manifest.update_id}: its handle is none of files ({error.error_count()} "
+                "errors). Send the manifest as it was published."
+            )
+            raise MalformedManifest(msg) from error
+        table = manifest.table
+        layout = layout_of(table, handle.file_nbytes, is_adapter=manifest.adapter is not None)
+        folder = folder_of(self._root, manifest.update_id)
+        with leased(folder) as marker:
+            _require_update(folder, marker, manifest)
+            for file in layout.files:  # before memory is taken: a manifest may claim any size
+                _require_size(folder / file.name, file.nbytes)
+            pin = anonymous_pin(table.arena_nbytes)
+            pin.header = bytes.fromhex(marker.header)
+            memory = memoryview(pin.buffer).cast("B")
+            for file in layout.files:
+                at, pieces = len(file.header), []
+                for row in file.rows:
+                    begin, nbytes = table.offsets[row], table.nbytes[row]
+                    pieces.append((at, memory[begin : begin + nbytes]))
+                    at += nbytes
+                read_tensors(folder / file.name, file.nbytes, pieces)
+            begin = table.leaves_offset
+            lists = memory[begin : begin + table.lists_nbytes]
+            read_tensors(folder / LISTS, len(lists), [(0, lists)] if len(lists) else [])
+        plan = BytePlan(table.nbytes_column)
+        return Attachment(table, pin, plan, num_threads=self._num_threads)
+
+    def lease(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Keep a version that others read, and read no byte of it but the marker."""
+        folder = folder_of(self._root, manifest.update_id)
+        lease = Lease(folder)
+        try:
+            _require_update(folder, lease.marker, manifest)
+            pin = anonymous_pin(1)
+        except BaseException:
+            lease.close()
+            raise
+        pin.header = bytes.fromhex(lease.marker.header)
+        weakref.finalize(pin.buffer, lease.close)
+        return Attachment(manifest.table, pin, is_part=True)
+
+    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
+        """Write it into this consumer's record; best effort."""
+        if self._is_closed:  # a tensor that was kept may die later, and that is reported too
+            return
+        self.settle()
+        if report.update_id in self._gone:
+            return
+        updates = self._updates.setdefault(manifest.publisher_id, {})
+        take_note(updates, report)
+        record = Record(
+            worker=legible(self._worker),
+            rank=self._rank,
+            pid=os.getpid(),
+            updates=tuple(updates.values()),
+        )
+        text = record.model_dump_json().encode()
+        try:
+            fd = self._record_of(manifest)
+            os.pwrite(fd, text, 0)
+            os.ftruncate(fd, len(text))
+        except OSError:
+            return  # the publisher is gone, or the disk is full: the update stands
+
+    def _record_of(self, manifest: WeightUpdateManifest) -> int:
+        publisher_id = manifest.publisher_id
+        if publisher_id not in self._records:
+            name = f"{manifest.source_rank}-{publisher_id}-{uuid.uuid4().hex}.record"
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            held = Holding(self)
+            try:
+                leases.try_exclusive(held.open(os.open, self._root / RECORDS / name, flags, 0o644))
+            except OSError:
+                held.dispose()
+                (self._root / RECORDS / name).unlink(missing_ok=True)
+                raise
+            self._records[publisher_id] = held
+        return self._records[publisher_id].fd
+
+    def settle(self) -> None:
+        """Close the records of publishers that are gone: they, or the next one, removed them."""
+        for publisher_id, held in list(self._records.items()):
+            try:
+                is_there = bool(os.fstat(held.fd).st_nlink)
+            except OSError:  # so does NFS say it
+                is_there = False
+            if not is_there:
+                del self._records[publisher_id]
+                self._gone.extend(self._updates.pop(publisher_id, {}))
+                held.dispose()
+
+    def close(self) -> None:
+        """Close the records."""
+        self._is_closed = True
+        while self._records:
+            self._records.popitem()[1].dispose()
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    found = thaw(value)
+    assert isinstance(found, dict)  # as the spec was checked
+    return found
+
+
+def _require_update(folder: Path, marker: Marker, manifest: WeightUpdateManifest) -> None:
+    if marker.update_id != manifest.update_id:
+        msg = (
+            f"{folder} holds update {marker.update_id}, expected {manifest.update_id}. Import "
+            "another version."
+        )
+        raise SegmentError(msg)
+
+
+def _require_size(path: Path, nbytes: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        msg = f"{path} is not there: {error.strerror}. Import another version."
+        raise SegmentError(msg) from error
+    if found != nbytes:
+        msg = f"{path} has {found} bytes, expected {nbytes}. Import another version."
+        raise SegmentError(msg)

@@ -1,0 +1,388 @@
+"""``files`` keeps every promise of a transport; its versions are checkpoints that outlive it."""
+
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.bridge import FilesTensorBridge
+from rl_bridge.errors import ChecksumMismatch, SegmentError, WeightBridgeUnavailableError
+from rl_bridge.groups import Piece, Placement
+from rl_bridge.installers import ModuleInstallAdapter
+from rl_bridge.manifest import AdapterSpec
+from rl_bridge.testing import TransportSuite
+from rl_bridge.testing.faults import Locate, locate_in_files
+from rl_bridge.testing.processes import Child, ChildDied
+from rl_bridge.trainers import read_peft
+from rl_bridge.transports.files.transport import Files
+from rl_bridge.transports.files.versions import leased
+from tests.groups.rig import trainers
+
+
+class TestFiles(TransportSuite):
+    transport_class = Files
+    locate: ClassVar[Locate] = staticmethod(locate_in_files)
+    num_cycles = 10
+
+    @pytest.fixture
+    def transport_kwargs(self, tmp_path: Path) -> dict[str, Any]:
+        return {"url": tmp_path / "run", "keep_last": 0, "fenced": False}
+
+
+# ---- a directory of versions ---------------------------------------------------------------------
+
+WEIGHTS = {"w": torch.arange(1000.0), "b": torch.ones(3, dtype=torch.bfloat16)}
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {name: one + version for name, one in WEIGHTS.items()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def trainer(run: Path) -> Iterator[FilesTensorBridge]:
+    with files(run, source_worker="trainer") as bridge:
+        yield bridge
+
+
+def files(run: Path | str, **options: Any) -> FilesTensorBridge:
+    bridge = make_weight_bridge("files", url=run, suspicious="off", **options)
+    assert isinstance(bridge, FilesTensorBridge)
+    return bridge
+
+
+def publish(trainer: FilesTensorBridge, version: int) -> WeightUpdateManifest:
+    return trainer.publish(weights(version), weight_version=version)
+
+
+def assert_holds(found: Mapping[str, torch.Tensor], version: int) -> None:
+    assert all(found[name].equal(one) for name, one in weights(version).items())
+
+
+def versions_in(run: Path) -> list[int]:
+    return [one.weight_version for one in files(run).versions()]
+
+
+def test_a_version_stays_when_its_trainer_ends_and_an_engine_that_starts_late_installs_it(
+    run: Path,
+) -> None:
+    with files(run) as trainer:
+        for version in (1, 2, 3):
+            publish(trainer, version)
+            trainer.release(trainer.newest() or "")
+    engine = torch.nn.ParameterDict({name: torch.zeros_like(one) for name, one in WEIGHTS.items()})
+    with (
+        files(f"file://{run}") as bridge,
+        RolloutExecutor(
+            weight_bridge=bridge, weight_install_adapter=ModuleInstallAdapter(engine)
+        ) as executor,
+    ):
+        manifest = bridge.newest()
+        assert manifest is not None
+        executor.update_weights(manifest)
+        assert_holds(dict(engine.items()), 3)
+    with files(run) as next_trainer:
+        publish(next_trainer, 4)
+        assert versions_in(run) == [3, 4]
+
+
+def test_the_files_are_a_checkpoint_and_an_adapter_s_are_what_peft_reads(
+    trainer: FilesTensorBridge, run: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text("{}")
+    (config / "model.safetensors").write_text("not this one")
+    publish(trainer, 1)
+    (folder,) = run.glob("0*")
+    assert_holds(load_file(folder / "model.safetensors"), 1)
+    with files(tmp_path / "parts", config_dir=config, file_nbytes=1 << 20) as other:
+        large = {f"w{number}": torch.full((200_000,), float(number)) for number in range(4)}
+        other.publish(large, weight_version=1)
+        (folder,) = (tmp_path / "parts").glob("0*")
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert sorted(set(index["weight_map"].values())) == [
+            f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)
+        ]
+        for name, file in index["weight_map"].items():
+            assert load_file(folder / file)[name].equal(large[name])
+        assert (folder / "config.json").read_text() == "{}"
+        with files(tmp_path / "parts") as reader:
+            found = reader.import_update(other.newest() or "")
+            assert all(found[name].equal(one) for name, one in large.items())
+    path = "base_model.model.layers.0.q_proj"
+    pair = {f"{path}.lora_A.weight": torch.ones(2, 4), f"{path}.lora_B.weight": torch.ones(6, 2)}
+    shapes = {name: tuple(one.shape) for name, one in pair.items()}
+    spec = AdapterSpec.inferred("policy", shapes, lora_alpha=4)
+    manifest = trainer.publish(pair, weight_version=2, adapter=spec)
+    found_spec, tensors = read_peft(next(run.glob("0000000002-*")), "policy")
+    assert all(tensors[name].equal(one) for name, one in pair.items())
+    assert found_spec.scaling_of("layers.0.q_proj") == spec.scaling_of("layers.0.q_proj") == 2.0
+    with files(run) as reader:
+        assert reader.import_update(manifest).keys() == pair.keys()
+
+
+class Writer:
+    """A trainer that is killed at a step of a publication."""
+
+    def __init__(self, *, run: str) -> None:
+        self.bridge = files(run)
+
+    def publish(self, version: int) -> None:
+        publish(self.bridge, version)
+
+    def die_at(self, number: int) -> None:
+        """Die at the step of this number from now on, of those that change something on disk."""
+        left = itertools.count(number, -1)
+
+        def fatal(original: Callable[..., Any], *, halves: bool = False) -> Callable[..., Any]:
+            def call(*given: Any, **options: Any) -> Any:
+                if not next(left):
+                    if halves:
+                        os.write(given[0], bytes(given[1][0])[: len(given[1][0]) // 2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*given, **options)
+
+            return call
+
+        for name, halves in (("fsync", False), ("writev", True)):
+            setattr(os, name, fatal(getattr(os, name), halves=halves))
+        for name in ("rename", "mkdir", "unlink"):
+            setattr(Path, name, fatal(getattr(Path, name)))
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_a_trainer_killed_at_any_step_leaves_whole_versions_and_the_next_one_goes_on(
+    run: Path, number: int
+) -> None:
+    with Child(Writer, run=str(run)) as child:
+        child.ready().call("publish", version=1)
+        child.call("die_at", number=number)
+        try:
+            for version in (2, 3):
+                child.call("publish", version=version)
+        except ChildDied:
+            pass
+        else:
+            pytest.fail("there are fewer steps: it lives")
+    found = files(run).versions()
+    assert found
+    with files(run) as reader:
+        for manifest in found:
+            assert_holds(reader.import_update(manifest), manifest.weight_version)
+    with files(run) as trainer:
+        publish(trainer, 9)
+        left = {path.name for path in run.iterdir()} - {".writer-0", "records"}
+        assert all(re.fullmatch(r"\d{10}-[0-9a-f]{12}", name) for name in left)
+        assert versions_in(run)[-1] == 9
+        assert len(left) == len(versions_in(run))
+
+
+def test_what_is_read_is_not_removed_and_goes_when_nobody_reads_it(run: Path) -> None:
+    with files(run, keep_last=1) as trainer:
+        first = publish(trainer, 1)
+        (folder,) = run.glob("0*")
+        with leased(folder):
+            trainer.release(first)
+            publish(trainer, 2)
+            assert versions_in(run) == [1, 2]
+            with files(run) as reader:
+                assert_holds(reader.import_update(first), 1)
+        publish(trainer, 3)
+        assert 1 not in versions_in(run)
+        with files(run) as reader, pytest.raises(SegmentError, match="it was removed"):
+            reader.import_update(first)
+
+
+def test_a_trainer_that_begins_anew_at_an_earlier_step_goes_on_behind_what_is_there(
+    run: Path,
+) -> None:
+    with files(run, keep_last=5) as trainer:
+        for version in (6, 7, 8):
+            trainer.release(publish(trainer, version))
+    assert versions_in(run) == [6, 7, 8]
+    with files(run, keep_last=5) as trainer, files(run) as reader:
+        assert trainer.publisher.last_version is None
+        assert versions_in(run) == [6, 7, 8]  # fewer than are kept
+        for version in (7, 8):
+            trainer.release(publish(trainer, version))
+        assert versions_in(run) == [6, 7, 8, 7, 8]
+        newest = reader.newest()
+        assert newest is not None
+        assert newest.publisher_id == trainer.publisher.publisher_id
+        assert_holds(reader.import_update(newest), 8)
+
+
+def test_versions_that_are_to_stay_do(run: Path) -> None:
+    with files(run, keep_last=2, keep_every=10) as trainer:
+        for version in (10, 11, 12, 20, 21, 22, 23):
+            trainer.release(publish(trainer, version))
+        assert versions_in(run) == [10, 20, 22, 23]
+        held = publish(trainer, 24)
+        for version in (25, 26, 27):
+            trainer.release(publish(trainer, version))
+        assert versions_in(run) == [10, 20, 24, 26, 27]
+        trainer.release(held)
+        assert versions_in(run) == [10, 20, 26, 27]
+
+
+def test_what_another_trainer_has_not_released_stays_also_where_several_may_publish(
+    run: Path,
+) -> None:
+    with (
+        files(run, fenced=False, keep_last=0) as first,
+        files(run, fenced=False, keep_last=0) as second,
+    ):
+        held = publish(first, 1)
+        second.release(publish(second, 2))
+        with files(run) as reader:
+            assert_holds(reader.import_update(held), 1)
+    assert versions_in(run) == []
+
+
+def test_a_marker_that_this_release_cannot_read_is_left_alone(run: Path) -> None:
+    with files(run) as trainer:
+        publish(trainer, 1)
+    marker = next(run.glob("0*")) / "STABLE"
+    marker.write_text('{"format": "rl_bridge.files/2"}')
+    with files(run, keep_last=0) as trainer, files(run) as reader:
+        trainer.release(publish(trainer, 2))
+        assert marker.exists()
+        assert reader.versions() == []
+
+
+def test_a_second_trainer_is_refused_while_the_first_one_lives(run: Path) -> None:
+    with files(run) as trainer, files(run, source_worker="second") as second:
+        publish(trainer, 1)
+        with pytest.raises(WeightBridgeUnavailableError, match=r"a publisher of rank 0 already"):
+            publish(second, 2)
+        trainer.close()
+        publish(second, 2)
+    assert versions_in(run) == [1, 2]
+
+
+def test_a_child_that_a_trainer_forked_does_not_keep_the_next_trainer_out(run: Path) -> None:
+    here, there = os.pipe()
+    with files(run) as trainer:
+        publish(trainer, 1)
+        is_there, child_s = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(child_s, b"x")
+            os.read(here, 1)
+            os._exit(0)
+        assert os.read(is_there, 1) == b"x"
+    try:
+        with files(run) as following:
+            publish(following, 2)
+    finally:
+        os.write(there, b"x")
+        os.waitpid(child, 0)
+        for one in (here, there, is_there, child_s):
+            os.close(one)
+
+
+def test_a_watcher_gets_the_newest_version_and_then_each_later_one(run: Path) -> None:
+    with files(run) as trainer, files(run) as reader:
+        publish(trainer, 1)
+        publish(trainer, 2)
+        watched = reader.watch(timeout_s=5.0, every_s=0.01)
+        assert next(watched).weight_version == 2
+        publish(trainer, 3)
+        assert next(watched).weight_version == 3
+        assert [one.weight_version for one in reader.watch(timeout_s=0.05, every_s=0.01)] == [3]
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (lambda one: os.truncate(one / "model.safetensors", 100), "has 100 bytes, expected"),
+        (lambda one: (one / "model.safetensors").unlink(), "is not there"),
+        (lambda one: (one / "lists.bin").write_bytes(b"x"), "has 1 bytes, expected"),
+        (lambda one: (one / "STABLE").unlink(), "is gone, or not written yet"),
+        (lambda one: (one / "STABLE").write_text("{}"), "is no marker"),
+        (lambda one: one.rename(one.with_name("elsewhere")), "it was removed, or is not visible"),
+    ],
+)
+def test_files_that_are_not_what_was_published_are_refused_and_the_version_before_stays(
+    trainer: FilesTensorBridge, run: Path, damage: Callable[[Path], object], error: str
+) -> None:
+    with files(run) as reader:
+        before = reader.import_update(publish(trainer, 1))
+        manifest = publish(trainer, 2)
+        damage(next(run.glob("0000000002-*")))
+        with pytest.raises(SegmentError, match=error):
+            reader.import_update(manifest)
+        assert_holds(before, 1)
+        assert_holds(reader.import_update(publish(trainer, 3)), 3)
+
+
+def test_bytes_of_another_version_are_a_checksum_mismatch(
+    trainer: FilesTensorBridge, run: Path
+) -> None:
+    publish(trainer, 1)
+    manifest = publish(trainer, 2)
+    one, other = sorted(run.glob("0*"))
+    shutil.copy(one / "model.safetensors", other / "model.safetensors")
+    with files(run) as reader, pytest.raises(ChecksumMismatch):
+        reader.import_update(manifest)
+    (other / "manifest.json").write_text((one / "manifest.json").read_text())
+    assert versions_in(run) == [1]  # a manifest that the marker was not made for is not offered
+    (one / "manifest.json").write_bytes(b"\xff")
+    publish(trainer, 3)
+    assert versions_in(run) == [3]
+
+
+def test_a_full_disk_is_an_error_with_a_remedy_and_nothing_is_left_of_the_version(
+    trainer: FilesTensorBridge, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(trainer, 1)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "writev", full)
+        with pytest.raises(SegmentError, match=r"No space left.*free space there"):
+            publish(trainer, 2)
+    assert versions_in(run) == [1]
+    assert len(list(run.glob("[0.]*"))) == 2  # the version, and the lock
+    publish(trainer, 3)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "hf://me/run", ""])
+def test_a_url_of_something_else_than_a_directory_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="expected a directory"):
+        files(url)
+
+
+def test_ranks_write_their_shards_and_nobody_gathers(run: Path) -> None:
+    whole = {"w": torch.arange(12.0).view(4, 3)}
+
+    def parts(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Placement]]:
+        piece = Piece(
+            name="w", global_shape=(4, 3), offset=(2 * rank, 0), shape=(2, 3), local_offset=(0, 0)
+        )
+        placed = Placement(dtype="float32", shape=(2, 3), pieces=(piece,))
+        return {"w": whole["w"][2 * rank : 2 * rank + 2].clone()}, {"w": placed}
+
+    with trainers(2, "files", url=run) as group, files(run) as reader:
+        manifest = group.publish([parts(rank) for rank in (0, 1)], version=1)
+        assert len(list(run.glob("0000000001-*"))) == 2
+        assert reader.import_update(manifest)["w"].equal(whole["w"])
+        assert reader.versions() == []  # the parts alone are nothing that can be installed
