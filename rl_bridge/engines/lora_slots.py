@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from rl_bridge.engines.adapters import AdapterInstaller, Resident, Tensors
-from rl_bridge.engines.load_checks import are_finite
+from rl_bridge.engines.load_checks import are_finite, check_finite
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.manifest.adapter import AdapterSpec, LoRAPair
 from rl_bridge.memory.passes import BytePlan
@@ -109,7 +109,7 @@ class SlotPlan:
         """What a slot must hold of a version.
 
         Raises:
-            IncompatibleUpdate: numbers that the engine's dtype cannot hold.
+            IncompatibleUpdate: numbers that are not finite, or that the engine's dtype cannot hold.
 
         """
         if self._parts is None or self._parts.tensors is not tensors:
@@ -124,6 +124,7 @@ class SlotPlan:
         for scaling, targets in room.scaled.items():
             torch._foreach_mul_(targets, scaling)
         if not are_finite(room.numbers, num_threads=None):
+            check_finite(tensors, tensors)  # which names the tensor
             msg = (
                 f"an adapter has numbers that are finite, and not once they are scaled and in "
                 f"{room.numbers[0].dtype}, as the engine has them. See which training step made "
@@ -132,22 +133,24 @@ class SlotPlan:
             raise IncompatibleUpdate(msg)
         return room
 
-    def write(self, pin: Pin, slot: int) -> None:
-        """Copy it into a slot."""
+    def write(self, room: "Room", slot: int) -> None:
+        """Copy it into a slot, and note the digests of what it must hold from now on."""
         if self.is_on_cpu:
-            self._pass.copy(self._addresses(pin), self._slot_addresses(slot))
+            places = self._slot_addresses(slot)
+            room.due = self._pass.copy_digest(self._addresses(room.pin), places)
             return
         for slots, offset in zip(self._slots, self._offsets.tolist(), strict=True):
-            slots[slot].copy_(self.view(pin, offset, slots))
+            slots[slot].copy_(self.view(room.pin, offset, slots))
 
-    def differing(self, pin: Pin, slot: int) -> str | None:
+    def differing(self, room: "Room", slot: int) -> str | None:
         """Read a slot: which matrix is the first that is not what it must be; None: none is."""
+        pin = room.pin
         if self.is_on_cpu:
             held = self._pass.digest(self._slot_addresses(slot))
-            due = self._pass.digest(self._addresses(pin))
-            if held == due:
+            if held == room.due:
                 return None
-            one, other = (np.frombuffer(text, np.uint8).reshape(-1, 16) for text in (held, due))
+            texts = held, room.due
+            one, other = (np.frombuffer(text, np.uint8).reshape(-1, 16) for text in texts)
             return self._names[int(np.flatnonzero((one != other).any(axis=1))[0])]
         for slots, offset, name in zip(
             self._slots, self._offsets.tolist(), self._names, strict=True
@@ -225,12 +228,14 @@ class Room:
         others: where the other parts go.
         scaled: factor -> what is multiplied by it.
         numbers: all of it, as few tensors.
+        due: digests of the slot's matrices, as they were copied into it; on a CPU.
 
     """
 
     def __init__(self, plan: SlotPlan, parts: _Parts) -> None:
         """Take memory for a plan whose parts have these shapes."""
         self.pin = anonymous_pin(plan.nbytes)
+        self.due = b""
         self.numbers: list[torch.Tensor] = []
         self.scaled: dict[float, list[torch.Tensor]] = {}
         factors = set[float]()
@@ -347,7 +352,7 @@ class SlotInstaller(AdapterInstaller):
         try:
             room = plan.fill(tensors)
             self._held[version.number] = plan, room
-            plan.write(room.pin, slot)
+            plan.write(room, slot)
         except BaseException:
             self.drop(version)
             raise
@@ -362,7 +367,7 @@ class SlotInstaller(AdapterInstaller):
                 "dropped it, such as a reload of the base weights. Publish it again."
             )
             raise ProofFailed(msg)
-        wrong = plan.differing(room.pin, slot)
+        wrong = plan.differing(room, slot)
         if wrong is not None:
             msg = (
                 f"adapter {version.label}: matrix {wrong} is not what was published. Publish it "
