@@ -201,7 +201,8 @@ class Publisher:
                 )
                 if self._journal is not None:
                     self._journal.reserve(weight_version)
-                self.end.show(manifest)
+                if self.end.shows:
+                    self.end.show(manifest)
                 lifecycle = Lifecycle(
                     Role.PUBLISHER,
                     update_id=update_id,

@@ -337,6 +337,7 @@ class AroundPublisher(PublisherEnd):
         self.inner = inner
         self.place = inner.place
         self.columns = inner.columns
+        vars(self)["shows"] = inner.shows
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Pass on."""

@@ -156,11 +156,13 @@ class PublisherEnd(ABC):
         columns: whether it carries a column list (`rl_bridge.manifest.columns`), by which a reader
             of some columns reads only those. It costs the publisher up to half of the pass that
             seals a version, so it is worth it where reading is dearer than that.
+        shows: whether it has `show`.
 
     """
 
     place: Place = CPU_PLACE
     columns: bool = False
+    shows: ClassVar[bool] = False
 
     @abstractmethod
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
@@ -185,13 +187,16 @@ class PublisherEnd(ABC):
 
         """
 
-    def show(self, manifest: WeightUpdateManifest) -> None:  # noqa: B027 - most need not
+    def show(self, manifest: WeightUpdateManifest) -> None:
         """Let those find a version who look for versions themselves; the last step of publishing.
+
+        Only if `shows`.
 
         Raises:
             WeightBridgeError: nothing was published; nobody finds it.
 
         """
+        raise NotImplementedError
 
     @abstractmethod
     def release(self, update_id: str) -> None:

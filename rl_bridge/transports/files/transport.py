@@ -206,6 +206,8 @@ class FilesPublisher(PublisherEnd):
 
     """
 
+    shows: ClassVar[bool] = True
+
     def __init__(
         self,
         root: Path,
