@@ -10,16 +10,18 @@ safetensors: 8 bytes of length, a JSON header, the tensors' bytes without gaps.)
 import json
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rl_bridge.manifest.table import TensorTable
+from rl_bridge.memory.passes import BytePlan
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
+_CHUNK_NBYTES = 8 << 20
 # safetensors' names of dtypes; bytes of others are written as U8, which no engine loads.
 _NAMES = {
     "float64": "F64",
@@ -61,17 +63,37 @@ class TensorFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tensors that lie one behind the other in a file, and are read by one thread.
+
+    Attributes:
+        file: their file.
+        begin: of the first of them.
+        rows: the stored tensors.
+        plan: digests them.
+
+    """
+
+    file: TensorFile
+    begin: int
+    rows: tuple[int, ...]
+    plan: BytePlan
+
+
+@dataclass(frozen=True, slots=True)
 class FileLayout:
     """All files of a version.
 
     Attributes:
         files: with tensors.
         index: content of the index; empty where there is one file.
+        chunks: all tensors, as they are read.
 
     """
 
     files: tuple[TensorFile, ...]
     index: str
+    chunks: tuple[Chunk, ...]
 
 
 _known: OrderedDict[tuple[str, int, bool], FileLayout] = OrderedDict()
@@ -105,7 +127,25 @@ def _made(table: TensorTable, file_nbytes: int, *, is_adapter: bool) -> FileLayo
         where = {table.names[row]: file.name for file in files for row in file.rows}
         document = {"metadata": {"total_size": sum(table.nbytes)}, "weight_map": where}
         index = json.dumps(document, indent=2, sort_keys=True)
-    return FileLayout(files, index)
+    chunks = tuple(chunk for file in files for chunk in _chunks(table, file))
+    return FileLayout(files, index, chunks)
+
+
+def _chunks(table: TensorTable, file: TensorFile) -> Iterator[Chunk]:
+    begin = at = len(file.header)
+    rows: list[int] = []
+    for row in file.rows:
+        rows.append(row)
+        at += table.nbytes[row]
+        if at - begin >= _CHUNK_NBYTES:
+            yield _chunk(table, file, begin, rows)
+            begin, rows = at, []
+    if rows:
+        yield _chunk(table, file, begin, rows)
+
+
+def _chunk(table: TensorTable, file: TensorFile, begin: int, rows: list[int]) -> Chunk:
+    return Chunk(file, begin, tuple(rows), BytePlan(table.nbytes_column[rows]))
 
 
 def _file_names(count: int, *, is_adapter: bool) -> list[str]:

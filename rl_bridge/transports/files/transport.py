@@ -17,24 +17,29 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from rl_bridge.errors import MalformedManifest, SegmentError, WeightBridgeError
 from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
 from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.packing import PackPlan
-from rl_bridge.memory.passes import BytePlan, checked_count, checked_flag, checked_threads
+from rl_bridge.memory.passes import checked_count, checked_flag, checked_threads
+from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Attachment, Pin, anonymous_pin
 from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
-from rl_bridge.transports.files.layout import INDEX, FileLayout, layout_of
+from rl_bridge.transports.files.layout import INDEX, Chunk, FileLayout, layout_of
 from rl_bridge.transports.files.versions import (
     LISTS,
     MANIFEST,
@@ -58,12 +63,14 @@ from rl_bridge.transports.files.versions import (
     write_durably,
     write_marker,
 )
+from rl_bridge.transports.wire.arenas import Arrival, Arrivals, CPUArenas
 
 _LOG = logging.getLogger(__name__)
 
 _MIN_FILE_NBYTES = 1 << 20
 _MAX_RECORD_NBYTES = 1 << 20
 _REMEMBERED = 64
+_ONCE = 1  # what is in a directory is never written again
 ADAPTER_CONFIG = "adapter_config.json"
 _OWN = frozenset({MARKER, MANIFEST, LISTS, ADAPTER_CONFIG, INDEX})
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
@@ -441,6 +448,7 @@ class FilesConsumer(ConsumerEnd):
         self._root, self._worker, self._rank = root, worker, rank
         self._num_threads = num_threads
         self._is_closed = False
+        self._arrivals = Arrivals(CPUArenas(), f"rlb-files-{rank}")
         self._records: dict[str, Holding] = {}  # publisher -> the descriptor of its record
         self._updates: dict[str, dict[str, UpdateReport]] = {}
         # Updates whose publisher hears nothing of them any more: it removed the record.
@@ -463,21 +471,52 @@ class FilesConsumer(ConsumerEnd):
             _require_update(folder, marker, manifest)
             for file in layout.files:  # before memory is taken: a manifest may claim any size
                 _require_size(folder / file.name, file.nbytes)
-            pin = anonymous_pin(table.arena_nbytes)
-            pin.header = bytes.fromhex(marker.header)
-            memory = memoryview(pin.buffer).cast("B")
-            for file in layout.files:
-                at, pieces = len(file.header), []
-                for row in file.rows:
-                    begin, nbytes = table.offsets[row], table.nbytes[row]
-                    pieces.append((at, memory[begin : begin + nbytes]))
-                    at += nbytes
-                read_tensors(folder / file.name, file.nbytes, pieces)
-            begin = table.leaves_offset
-            lists = memory[begin : begin + table.lists_nbytes]
-            read_tensors(folder / LISTS, len(lists), [(0, lists)] if len(lists) else [])
-        plan = BytePlan(table.nbytes_column)
-        return Attachment(table, pin, plan, num_threads=self._num_threads)
+            slot = self._arrivals.reserve(table.arena_nbytes)
+            try:
+                digests = self._read(folder, layout, table, slot)
+            except BaseException:
+                self._arrivals.abandon(slot)
+                raise
+            arrival = Arrival(
+                update_id=manifest.update_id,
+                generation=_ONCE,
+                arena_nbytes=table.arena_nbytes,
+                layout_digest=table.digest,
+                slot=slot,
+                digests=digests,
+                header=bytes.fromhex(marker.header),
+            )
+            self._arrivals.commit(arrival)
+        attached = self._arrivals.attach(
+            manifest.update_id, table, generation=_ONCE, num_threads=self._num_threads
+        )
+        assert attached is not None  # as it was committed just now
+        return attached
+
+    def _read(self, folder: Path, layout: FileLayout, table: TensorTable, slot: Slot) -> bytes:
+        """Read all files into a slot; returns the tensors' digests, made beside that."""
+        memory = memoryview(self._arrivals.tensor(slot, table.arena_nbytes).numpy())  # type: ignore[arg-type]  # numpy's types lack it
+        found = np.zeros((len(table.names), DIGEST_NBYTES), np.uint8)
+
+        def read(chunk: Chunk) -> None:
+            at, pieces = chunk.begin, []
+            for row in chunk.rows:
+                begin, nbytes = table.offsets[row], table.nbytes[row]
+                pieces.append((at, memory[begin : begin + nbytes]))
+                at += nbytes
+            read_tensors(folder / chunk.file.name, chunk.file.nbytes, pieces)
+            rows = list(chunk.rows)
+            digests = chunk.plan.digest(table.offset_column[rows] + slot.address, num_threads=1)
+            found[rows] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+
+        threads = self._num_threads or len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(read, layout.chunks):
+                pass  # which raises what a thread raised
+        begin = table.leaves_offset
+        lists = memory[begin : begin + table.lists_nbytes]
+        read_tensors(folder / LISTS, len(lists), [(0, lists)] if len(lists) else [])
+        return found.tobytes()
 
     def lease(self, manifest: WeightUpdateManifest) -> Attachment:
         """Keep a version that others read, and read no byte of it but the marker."""
@@ -532,7 +571,8 @@ class FilesConsumer(ConsumerEnd):
         return self._records[publisher_id].fd
 
     def settle(self) -> None:
-        """Close the records of publishers that are gone: they, or the next one, removed them."""
+        """Forget what was imported, and close the records that publishers removed at their end."""
+        self._arrivals.sweep()
         for publisher_id, held in list(self._records.items()):
             try:
                 is_there = bool(os.fstat(held.fd).st_nlink)
@@ -544,8 +584,9 @@ class FilesConsumer(ConsumerEnd):
                 held.dispose()
 
     def close(self) -> None:
-        """Close the records."""
+        """Close the records; tensors keep the memory that they show."""
         self._is_closed = True
+        self._arrivals.close()
         while self._records:
             self._records.popitem()[1].dispose()
 
