@@ -137,6 +137,23 @@ def test_the_files_are_a_checkpoint_and_an_adapter_s_are_what_peft_reads(
         assert reader.import_update(manifest).keys() == pair.keys()
 
 
+def test_an_adapter_that_peft_would_scale_otherwise_has_no_configuration_of_peft_s(
+    trainer: FilesTensorBridge, run: Path
+) -> None:
+    path = "base_model.model.layers.0.q_proj"
+    pair = {f"{path}.lora_A.weight": torch.ones(2, 4), f"{path}.lora_B.weight": torch.ones(6, 2)}
+    spec = AdapterSpec.of_peft(
+        "policy", {"r": 2, "lora_alpha": 4}, [], scalings={"layers.0.q_proj": 7.0}
+    )
+    manifest = trainer.publish(pair, weight_version=1, adapter=spec)
+    (folder,) = run.glob("0*")
+    assert not (folder / "adapter_config.json").exists()
+    with files(run) as reader:
+        assert reader.import_update(manifest).keys() == pair.keys()
+    assert manifest.adapter is not None
+    assert manifest.adapter.scaling_of("layers.0.q_proj") == 7.0
+
+
 class Writer:
     """A trainer that is killed at a step of a publication."""
 

@@ -27,6 +27,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from rl_bridge.errors import MalformedManifest, SegmentError, WeightBridgeError
+from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -298,6 +299,7 @@ class FilesPublisher(PublisherEnd):
                     header=self._headers.pop(update_id).hex(),
                 ),
             )
+            lease = Lease(folder)  # other publishers of this rank must not remove it
         except BaseException as error:
             shutil.rmtree(made, ignore_errors=True)
             remove(folder)
@@ -305,7 +307,7 @@ class FilesPublisher(PublisherEnd):
                 raise self._unwritable(folder, error) from error
             raise
         self.folders[update_id] = folder
-        self._leases[update_id] = Lease(folder)  # other publishers of this rank must not remove it
+        self._leases[update_id] = lease
         self._nbytes[update_id] = sum(file.nbytes for file in layout.files)
         self._collect()
 
@@ -323,8 +325,8 @@ class FilesPublisher(PublisherEnd):
         write_durably(made / LISTS, [lists])
         if layout.index:
             write_durably(made / INDEX, [layout.index.encode()])
-        if manifest.adapter is not None:
-            config = {"peft_type": "LORA", **_mapping(manifest.adapter.config)}
+        config = None if manifest.adapter is None else _config_for_peft(manifest)
+        if config is not None:
             text = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True)
             write_durably(made / ADAPTER_CONFIG, [text.encode()])
         for path in [] if self._config_dir is None else sorted(self._config_dir.iterdir()):
@@ -591,10 +593,30 @@ class FilesConsumer(ConsumerEnd):
             self._records.popitem()[1].dispose()
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    found = thaw(value)
-    assert isinstance(found, dict)  # as the spec was checked
-    return found
+def _config_for_peft(manifest: WeightUpdateManifest) -> dict[str, Any] | None:
+    """PEFT's configuration of an adapter; None if PEFT would read other scalings out of it.
+
+    Without the file nobody loads the adapter as PEFT's, and scales it wrongly: readers over a
+    bridge have the scalings in the manifest.
+    """
+    spec, table = manifest.adapter, manifest.table
+    assert spec is not None  # just asked
+    config = thaw(spec.config)
+    assert isinstance(config, dict)  # as the spec was checked
+    shapes = {name: table.shapes[row] for name, row in table.rows.items()}
+    modules = [pair.module for pair in spec.pairs(shapes)]
+    try:
+        read = AdapterSpec.of_peft(spec.name, config, modules)
+    except MalformedManifest:  # no rank or alpha in it
+        read = None
+    if read is None or any(read.scaling_of(one) != spec.scaling_of(one) for one in modules):
+        _LOG.warning(
+            "adapter %s is written without %s: its configuration does not tell its scalings",
+            spec.name,
+            ADAPTER_CONFIG,
+        )
+        return None
+    return {"peft_type": "LORA", **config}
 
 
 def _require_update(folder: Path, marker: Marker, manifest: WeightUpdateManifest) -> None:
