@@ -382,6 +382,22 @@ def test_a_full_disk_is_an_error_with_a_remedy_and_nothing_is_left_of_the_versio
     publish(trainer, 3)
 
 
+def test_a_version_that_cannot_be_leased_is_not_left_visible(
+    trainer: FilesTensorBridge, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(trainer, 1)
+
+    def refused(_: Path) -> None:
+        raise WeightBridgeUnavailableError("planted: no locks. Name another directory.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rl_bridge.transports.files.transport.Lease", refused)
+        with pytest.raises(WeightBridgeUnavailableError, match="planted"):
+            publish(trainer, 2)
+    assert versions_in(run) == [1]
+    publish(trainer, 3)
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/run", "hf://me/run", ""])
 def test_a_url_of_something_else_than_a_directory_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="expected a directory"):

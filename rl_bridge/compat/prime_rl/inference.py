@@ -59,7 +59,7 @@ from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.rpc import in_thread
 from rl_bridge.engines.vllm import require
 from rl_bridge.engines.vllm.client import AsyncLLMClient
-from rl_bridge.engines.vllm.endpoint import AdapterTable
+from rl_bridge.engines.vllm.endpoint import AdapterTable, rows_of
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.errors import (
     IncompatibleUpdate,
@@ -484,7 +484,7 @@ class _ServedClient(AsyncLLMClient):
         self, adapter: str, active: Resident | None, residents: Sequence[Resident]
     ) -> None:
         """Let clients ask for these versions. See `AdapterFrontEnd`."""
-        told = [{"label": one.label, "number": one.number, "path": one.path} for one in residents]
+        told = rows_of(residents)
 
         async def offer() -> None:
             self._table.offer(adapter, None if active is None else active.label, told)

@@ -24,6 +24,7 @@ from rl_bridge.engines.rpc import (
 )
 from rl_bridge.engines.vllm import MINIMUM, VLLM, require
 from rl_bridge.engines.vllm.endpoint import PATH as ADAPTERS
+from rl_bridge.engines.vllm.endpoint import rows_of
 from rl_bridge.engines.vllm.plugin import METHOD
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 
@@ -393,7 +394,7 @@ class ServerClient(VLLMClient):
         self, adapter: str, active: Resident | None, residents: Sequence[Resident]
     ) -> None:
         """Have the server's clients ask for these versions, and no others."""
-        told = [{"label": one.label, "number": one.number, "path": one.path} for one in residents]
+        told = rows_of(residents)
         label = None if active is None else active.label
         self._adapters("POST", json={"adapter": adapter, "active": label, "residents": told})
 

@@ -14,13 +14,19 @@ engine hears of it. So each lookup gets an object of its own, which lives as lon
 import itertools
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.vllm import require
 
 PATH = "/rl_bridge/adapters"
 """GET tells the adapters in use, POST says which versions can be asked for and tells the same."""
+
+
+def rows_of(residents: Sequence[Resident]) -> list[dict[str, Any]]:
+    """Versions as `AdapterTable.offer` takes them, and as they travel to it."""
+    return [{"label": one.label, "number": one.number, "path": one.path} for one in residents]
 
 
 class AdapterTable(dict[str, Any]):
