@@ -35,6 +35,7 @@ The tree::
     ├── EngineLost                        an engine in other processes is lost to its driver
     │   └── SessionRefused                another driver has the engine, or it was started anew
     ├── SegmentError                      shared memory that vanished, shrank or was replaced
+    │   └── VersionNotFound              a version in files that is not there, or not visible yet
     ├── DriverError                       a call of a memory driver failed: CUDA's, or its stand-in
     ├── GroupAborted                      a rank of an update group failed or died: none published
     ├── SlotsExhausted                    every slot is held; the message names the holders
@@ -83,6 +84,7 @@ __all__ = [
     "TransportUnavailable",
     "UnknownDtype",
     "UnknownUpdate",
+    "VersionNotFound",
     "VersionNotMonotonic",
     "WeightBridgeError",
     "WeightBridgeUnavailableError",
@@ -253,6 +255,10 @@ class SessionRefused(EngineLost):
 
 class SegmentError(WeightBridgeError):
     """A shared-memory segment vanished, was truncated, replaced, or is not what it should be."""
+
+
+class VersionNotFound(SegmentError):
+    """A version in files is not there: it was removed, or it is not visible yet where one looks."""
 
 
 class DriverError(WeightBridgeError):

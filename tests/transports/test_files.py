@@ -25,8 +25,8 @@ from rl_bridge.testing import TransportSuite
 from rl_bridge.testing.faults import Locate, locate_in_files
 from rl_bridge.testing.processes import Child, ChildDied
 from rl_bridge.trainers import read_peft
+from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.transport import Files
-from rl_bridge.transports.files.versions import leased
 from tests.groups.rig import trainers
 
 
@@ -214,7 +214,7 @@ def test_what_is_read_is_not_removed_and_goes_when_nobody_reads_it(run: Path) ->
     with files(run, keep_last=1) as trainer:
         first = publish(trainer, 1)
         (folder,) = run.glob("0*")
-        with leased(folder):
+        with DirectoryStore(run).leased(folder.name):
             trainer.release(first)
             publish(trainer, 2)
             assert versions_in(run) == [1, 2]
@@ -387,11 +387,11 @@ def test_a_version_that_cannot_be_leased_is_not_left_visible(
 ) -> None:
     publish(trainer, 1)
 
-    def refused(_: Path) -> None:
+    def refused(*_: object) -> None:
         raise WeightBridgeUnavailableError("planted: no locks. Name another directory.")
 
     with monkeypatch.context() as patched:
-        patched.setattr("rl_bridge.transports.files.transport.Lease", refused)
+        patched.setattr(DirectoryStore, "lease", refused)
         with pytest.raises(WeightBridgeUnavailableError, match="planted"):
             publish(trainer, 2)
     assert versions_in(run) == [1]

@@ -10,14 +10,13 @@ import errno
 import json
 import logging
 import os
-import re
-import shutil
 import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
@@ -32,44 +31,30 @@ from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
-from rl_bridge.memory import segment as leases
 from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
-from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import checked_count, checked_flag, checked_threads
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Attachment, Pin, anonymous_pin
 from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
+from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.layout import INDEX, Chunk, FileLayout, layout_of
-from rl_bridge.transports.files.versions import (
+from rl_bridge.transports.files.store import (
     LISTS,
     MANIFEST,
     MARKER,
-    RECORDS,
+    FileContent,
     Lease,
     Marker,
-    StoredVersion,
-    WriterLock,
-    folder_name,
-    folder_of,
-    folder_rank,
-    is_unmarked,
-    leased,
-    make_root,
-    read_tensors,
-    remove,
-    stored_manifest,
-    sync_folder,
-    visible,
-    write_durably,
-    write_marker,
+    RecordFile,
+    VersionStore,
+    version_name,
 )
 from rl_bridge.transports.wire.arenas import Arrival, Arrivals, CPUArenas
 
 _LOG = logging.getLogger(__name__)
 
 _MIN_FILE_NBYTES = 1 << 20
-_MAX_RECORD_NBYTES = 1 << 20
 _REMEMBERED = 64
 _ONCE = 1  # what is in a directory is never written again
 ADAPTER_CONFIG = "adapter_config.json"
@@ -151,7 +136,7 @@ class Files(Transport):
             ValueError: an option out of its range, or a url of something else than a directory.
 
         """
-        self.root = directory_of(url)
+        self.store: VersionStore = DirectoryStore(directory_of(url))
         self._rank = checked_count("source_rank", source_rank + 1) - 1
         self._keep_last = checked_count("keep_last", keep_last + 1) - 1
         self._keep_every = None if keep_every is None else checked_count("keep_every", keep_every)
@@ -173,11 +158,11 @@ class Files(Transport):
             WeightBridgeUnavailableError: the directory cannot be read.
 
         """
-        for version in reversed(visible(self.root)):
+        for version in reversed(self.store.visible()):
             try:
-                manifest = stored_manifest(version)
+                manifest = self.store.manifest(version)
             except (WeightBridgeError, ValueError):
-                _LOG.warning("%s is left out", version.folder, exc_info=True)
+                _LOG.warning("%s in %s is left out", version.name, self.store, exc_info=True)
                 continue
             if manifest.weight_layout.world_size == 1:
                 yield version.marker.sequence, manifest
@@ -190,7 +175,7 @@ class Files(Transport):
     def publisher_end(self, publisher_id: str) -> "FilesPublisher":
         """Open the trainer's end; what an earlier one of this rank did not finish is removed."""
         return FilesPublisher(
-            self.root,
+            self.store,
             publisher_id,
             self._rank,
             keep_last=self._keep_last,
@@ -203,14 +188,15 @@ class Files(Transport):
 
     def consumer_end(self, worker: str, rank: int) -> "FilesConsumer":
         """Open the engine's end."""
-        return FilesConsumer(self.root, worker, rank, self._num_threads)
+        return FilesConsumer(self.store, worker, rank, self._num_threads)
 
 
 class FilesPublisher(PublisherEnd):
     """See `rl_bridge.transports.base.PublisherEnd`.
 
     Attributes:
-        folders: update -> its directory, of versions that were not released.
+        store: where the versions are.
+        names: update -> name of its version, of those that were not released.
 
     """
 
@@ -218,7 +204,7 @@ class FilesPublisher(PublisherEnd):
 
     def __init__(
         self,
-        root: Path,
+        store: VersionStore,
         publisher_id: str,
         rank: int,
         *,
@@ -229,22 +215,21 @@ class FilesPublisher(PublisherEnd):
         fenced: bool,
         num_threads: int | None,
     ) -> None:
-        """Take the directory for this rank."""
-        self._root, self._publisher_id, self._rank = root, publisher_id, rank
+        """Take the right to publish as this rank."""
+        self.store, self._publisher_id, self._rank = store, publisher_id, rank
         self._keep_last, self._keep_every = keep_last, keep_every
         self._config_dir = config_dir
         self._file_nbytes, self._num_threads = file_nbytes, num_threads
         self._is_closed = False
-        make_root(root)
-        self._lock = WriterLock(root, rank) if fenced else None
+        self._writer = store.open_writer(rank, fenced=fenced)
         self._arena: Pin | None = None  # of the version that is being published
         self._headers: dict[str, bytes] = {}
-        self.folders: dict[str, Path] = {}
+        self.names: dict[str, str] = {}
         self._leases: dict[str, Lease] = {}  # of the same
         self._nbytes: dict[str, int] = {}
         self._collect()
-        if fenced:
-            self._forget_earlier()
+        if fenced:  # records of earlier publishers of this rank: there is one at a time
+            store.remove_records(f"{rank}-", but=self._records)
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Copy and digest; the files are written when the manifest is known."""
@@ -264,90 +249,68 @@ class FilesPublisher(PublisherEnd):
     def seal_header(self, update_id: str, digest: bytes) -> None:
         """Keep the digest for the marker; a version that is visible gets a new one."""
         self._headers[update_id] = digest
-        if (folder := self.folders.get(update_id)) is not None:
-            sealed = self._leases[update_id].marker.model_copy(update={"header": digest.hex()})
+        if (name := self.names.get(update_id)) is not None:
+            lease = self._leases[update_id]
             try:
-                write_marker(folder, sealed)
+                self._leases[update_id] = self._writer.seal_anew(name, lease, digest.hex())
             except OSError as error:
-                raise self._unwritable(folder, error) from error
-            self._leases.pop(update_id).close()
-            self._leases[update_id] = Lease(folder)
+                raise self._unwritable(name, error) from error
 
     def show(self, manifest: WeightUpdateManifest) -> None:
         """Write a version durably, and then its marker."""
         update_id, arena = manifest.update_id, self._arena
         assert arena is not None  # as it was carried just now
-        folder = self.path(manifest)
+        name = version_name(manifest.weight_version, update_id, self._rank)
         layout = layout_of(
             manifest.table, self._file_nbytes, is_adapter=manifest.adapter is not None
         )
-        made = self._root / f".{self._rank}-{update_id}"
+        marker = Marker(
+            sequence=0,
+            weight_version=manifest.weight_version,
+            update_id=update_id,
+            rank=self._rank,
+            header=self._headers.pop(update_id).hex(),
+        )
         try:
-            made.mkdir()
-            self._write(made, manifest, layout, arena)
-            sync_folder(made)
-            made.rename(folder)
-            sync_folder(self._root)
-            own = self._own()
-            write_marker(
-                folder,
-                Marker(
-                    sequence=own[-1].marker.sequence + 1 if own else 1,
-                    weight_version=manifest.weight_version,
-                    update_id=update_id,
-                    rank=self._rank,
-                    header=self._headers.pop(update_id).hex(),
-                ),
-            )
-            lease = Lease(folder)  # other publishers of this rank must not remove it
-        except BaseException as error:
-            shutil.rmtree(made, ignore_errors=True)
-            remove(folder)
-            if isinstance(error, OSError):
-                raise self._unwritable(folder, error) from error
-            raise
-        self.folders[update_id] = folder
-        self._leases[update_id] = lease
+            lease = self._writer.write(name, self._contents(manifest, layout, arena), marker)
+        except OSError as error:
+            raise self._unwritable(name, error) from error
+        self.names[update_id], self._leases[update_id] = name, lease
         self._nbytes[update_id] = sum(file.nbytes for file in layout.files)
         self._collect()
 
-    def _write(
-        self, made: Path, manifest: WeightUpdateManifest, layout: FileLayout, arena: Pin
-    ) -> None:
+    def _contents(
+        self, manifest: WeightUpdateManifest, layout: FileLayout, arena: Pin
+    ) -> Iterator[FileContent]:
         table, memory = manifest.table, memoryview(arena.buffer).cast("B")
         for file in layout.files:
             pieces: list[Any] = [file.header]
             for row in file.rows:
                 begin = table.offsets[row]
                 pieces.append(memory[begin : begin + table.nbytes[row]])
-            write_durably(made / file.name, pieces)
-        lists = memory[table.leaves_offset : table.leaves_offset + table.lists_nbytes]
-        write_durably(made / LISTS, [lists])
+            yield file.name, pieces
+        yield LISTS, [memory[table.leaves_offset : table.leaves_offset + table.lists_nbytes]]
         if layout.index:
-            write_durably(made / INDEX, [layout.index.encode()])
+            yield INDEX, [layout.index.encode()]
         config = None if manifest.adapter is None else _config_for_peft(manifest)
         if config is not None:
             text = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True)
-            write_durably(made / ADAPTER_CONFIG, [text.encode()])
+            yield ADAPTER_CONFIG, [text.encode()]
         for path in [] if self._config_dir is None else sorted(self._config_dir.iterdir()):
             if path.is_file() and path.name not in _OWN and not path.name.endswith(_WEIGHTS):
-                write_durably(made / path.name, [path.read_bytes()])
-        write_durably(made / MANIFEST, [manifest.to_json().encode()])
+                yield path.name, [path.read_bytes()]
+        yield MANIFEST, [manifest.to_json().encode()]
 
     @property
     def arena_address(self) -> int:
         """Where the version lies that is being published; 0 if there was none."""
         return 0 if self._arena is None else self._arena.address
 
-    def path(self, manifest: WeightUpdateManifest) -> Path:
-        """The directory of a version."""
-        return self._root / folder_name(manifest.weight_version, manifest.update_id, self._rank)
-
     def release(self, update_id: str) -> None:
         """Let a version go, once newer ones take its place."""
         self._headers.pop(update_id, None)
         self._nbytes.pop(update_id, None)
-        if self.folders.pop(update_id, None) is not None:
+        if self.names.pop(update_id, None) is not None:
             self._leases.pop(update_id).close()
             self._collect()
 
@@ -359,53 +322,24 @@ class FilesPublisher(PublisherEnd):
         try:
             self._remove_old()
         except (WeightBridgeError, OSError):
-            _LOG.exception("older versions in %s were not removed", self._root)
+            _LOG.exception("older versions in %s were not removed", self.store)
 
     def _remove_old(self) -> None:
-        held = set(self.folders.values())
-        own = self._own()
+        held = set(self.names.values())
+        own = [one for one in self.store.visible() if one.marker.rank == self._rank]
         for one in own[: max(0, len(own) - self._keep_last)]:
             is_kept = self._keep_every and not one.marker.weight_version % self._keep_every
-            if one.folder not in held and not is_kept:
-                remove(one.folder)
-        if self._lock is None:
-            return
-        unfinished = re.compile(rf"^\.{self._rank}-[0-9a-f]{{32}}$")
-        for path in self._root.iterdir():
-            is_begun = folder_rank(path.name) == self._rank and is_unmarked(path)
-            if unfinished.match(path.name) or is_begun:
-                shutil.rmtree(path, ignore_errors=True)
+            if one.name not in held and not is_kept:
+                self.store.remove(one.name)
+        self._writer.sweep()
 
-    def _own(self) -> list[StoredVersion]:
-        return [one for one in visible(self._root) if one.marker.rank == self._rank]
-
-    def _forget_earlier(self) -> None:
-        """Remove the records of earlier publishers of this rank: there is one at a time."""
-        own = set(self._own_records())
-        for path in (self._root / RECORDS).glob(f"{self._rank}-*.record"):
-            if path not in own:
-                path.unlink(missing_ok=True)
+    @property
+    def _records(self) -> str:
+        return f"{self._rank}-{self._publisher_id}-"
 
     def records(self) -> list[Record]:
-        """What consumers wrote; a lock on the file says that its writer lives."""
-        found = []
-        for path in sorted(self._own_records()):
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError:
-                continue
-            try:
-                text = os.pread(fd, _MAX_RECORD_NBYTES, 0)
-                record = Record.model_validate_json(text)
-                presence = "alive" if leases.is_held(fd) else "gone"
-            except ValidationError:
-                record, presence = Record(worker="?", rank=-1, pid=-1), "unreadable"
-            except OSError:
-                continue  # the consumer is gone, with its host
-            finally:
-                os.close(fd)
-            found.append(record.model_copy(update={"presence": presence}))
-        return found
+        """What consumers wrote."""
+        return self.store.records(self._records)
 
     @property
     def nbytes(self) -> int:
@@ -417,41 +351,38 @@ class FilesPublisher(PublisherEnd):
         if self._is_closed:
             return
         self._is_closed = True
-        self.folders.clear()
+        self.names.clear()
         while self._leases:
             self._leases.popitem()[1].close()
         self._nbytes.clear()
         self._arena = None
         try:
             self._collect()
-            for path in self._own_records():
-                path.unlink(missing_ok=True)
+            self.store.remove_records(self._records)
         finally:
-            if self._lock is not None:
-                self._lock.close()
+            self._writer.close()
 
-    def _own_records(self) -> Iterable[Path]:
-        return (self._root / RECORDS).glob(f"{self._rank}-{self._publisher_id}-*.record")
-
-    def _unwritable(self, folder: Path, error: OSError) -> SegmentError:
+    def _unwritable(self, name: str, error: OSError) -> SegmentError:
         is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         remedy = "free space there" if is_full else "see to the directory and config_dir"
         return SegmentError(
-            f"{folder} cannot be written: {error.strerror or error}. Nothing was published: "
-            f"{remedy}, then publish again."
+            f"{name} cannot be written in {self.store}: {error.strerror or error}. Nothing was "
+            f"published: {remedy}, then publish again."
         )
 
 
 class FilesConsumer(ConsumerEnd):
     """See `rl_bridge.transports.base.ConsumerEnd`."""
 
-    def __init__(self, root: Path, worker: str, rank: int, num_threads: int | None) -> None:
-        """Read from a run's directory."""
-        self._root, self._worker, self._rank = root, worker, rank
+    def __init__(
+        self, store: VersionStore, worker: str, rank: int, num_threads: int | None
+    ) -> None:
+        """Read from a run's store."""
+        self._store, self._worker, self._rank = store, worker, rank
         self._num_threads = num_threads
         self._is_closed = False
         self._arrivals = Arrivals(CPUArenas(), f"rlb-files-{rank}")
-        self._records: dict[str, Holding] = {}  # publisher -> the descriptor of its record
+        self._records: dict[str, RecordFile] = {}  # by publisher
         self._updates: dict[str, dict[str, UpdateReport]] = {}
         # Updates whose publisher hears nothing of them any more: it removed the record.
         self._gone: deque[str] = deque(maxlen=_REMEMBERED)
@@ -468,14 +399,14 @@ class FilesConsumer(ConsumerEnd):
             raise MalformedManifest(msg) from error
         table = manifest.table
         layout = layout_of(table, handle.file_nbytes, is_adapter=manifest.adapter is not None)
-        folder = folder_of(self._root, manifest.update_id)
-        with leased(folder) as marker:
-            _require_update(folder, marker, manifest)
+        name = self._store.find(manifest.update_id)
+        with self._store.leased(name) as marker:
+            self._require_update(name, marker, manifest)
             for file in layout.files:  # before memory is taken: a manifest may claim any size
-                _require_size(folder / file.name, file.nbytes)
+                self._store.require_size(name, file.name, file.nbytes)
             slot = self._arrivals.reserve(table.arena_nbytes)
             try:
-                digests = self._read(folder, layout, table, slot)
+                digests = self._read(name, layout, table, slot)
             except BaseException:
                 self._arrivals.abandon(slot)
                 raise
@@ -495,7 +426,7 @@ class FilesConsumer(ConsumerEnd):
         assert attached is not None  # as it was committed just now
         return attached
 
-    def _read(self, folder: Path, layout: FileLayout, table: TensorTable, slot: Slot) -> bytes:
+    def _read(self, name: str, layout: FileLayout, table: TensorTable, slot: Slot) -> bytes:
         """Read all files into a slot; returns the tensors' digests, made beside that."""
         memory = memoryview(self._arrivals.tensor(slot, table.arena_nbytes).numpy())  # type: ignore[arg-type]  # numpy's types lack it
         found = np.zeros((len(table.names), DIGEST_NBYTES), np.uint8)
@@ -506,26 +437,26 @@ class FilesConsumer(ConsumerEnd):
                 begin, nbytes = table.offsets[row], table.nbytes[row]
                 pieces.append((at, memory[begin : begin + nbytes]))
                 at += nbytes
-            read_tensors(folder / chunk.file.name, chunk.file.nbytes, pieces)
+            self._store.read(name, chunk.file.name, chunk.file.nbytes, pieces)
             rows = list(chunk.rows)
             digests = chunk.plan.digest(table.offset_column[rows] + slot.address, num_threads=1)
             found[rows] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
 
-        threads = self._num_threads or len(os.sched_getaffinity(0))
+        threads = self._num_threads or self._store.num_readers or len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(read, layout.chunks):
                 pass  # which raises what a thread raised
         begin = table.leaves_offset
         lists = memory[begin : begin + table.lists_nbytes]
-        read_tensors(folder / LISTS, len(lists), [(0, lists)] if len(lists) else [])
+        self._store.read(name, LISTS, len(lists), [(0, lists)] if len(lists) else [])
         return found.tobytes()
 
     def lease(self, manifest: WeightUpdateManifest) -> Attachment:
         """Keep a version that others read, and read no byte of it but the marker."""
-        folder = folder_of(self._root, manifest.update_id)
-        lease = Lease(folder)
+        name = self._store.find(manifest.update_id)
+        lease = self._store.lease(name)
         try:
-            _require_update(folder, lease.marker, manifest)
+            self._require_update(name, lease.marker, manifest)
             pin = anonymous_pin(1)
         except BaseException:
             lease.close()
@@ -533,6 +464,14 @@ class FilesConsumer(ConsumerEnd):
         pin.header = bytes.fromhex(lease.marker.header)
         weakref.finalize(pin.buffer, lease.close)
         return Attachment(manifest.table, pin, is_part=True)
+
+    def _require_update(self, name: str, marker: Marker, manifest: WeightUpdateManifest) -> None:
+        if marker.update_id != manifest.update_id:
+            msg = (
+                f"{name} in {self._store} holds update {marker.update_id}, expected "
+                f"{manifest.update_id}. Import another version."
+            )
+            raise SegmentError(msg)
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Write it into this consumer's record; best effort."""
@@ -549,48 +488,32 @@ class FilesConsumer(ConsumerEnd):
             pid=os.getpid(),
             updates=tuple(updates.values()),
         )
-        text = record.model_dump_json().encode()
-        try:
-            fd = self._record_of(manifest)
-            os.pwrite(fd, text, 0)
-            os.ftruncate(fd, len(text))
-        except OSError:
-            return  # the publisher is gone, or the disk is full: the update stands
+        with suppress(OSError):  # the publisher is gone, or the disk is full: the update stands
+            self._record_of(manifest).write(record)
 
-    def _record_of(self, manifest: WeightUpdateManifest) -> int:
-        publisher_id = manifest.publisher_id
-        if publisher_id not in self._records:
-            name = f"{manifest.source_rank}-{publisher_id}-{uuid.uuid4().hex}.record"
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            held = Holding(self)
-            try:
-                leases.try_exclusive(held.open(os.open, self._root / RECORDS / name, flags, 0o644))
-            except OSError:
-                held.dispose()
-                (self._root / RECORDS / name).unlink(missing_ok=True)
-                raise
-            self._records[publisher_id] = held
-        return self._records[publisher_id].fd
+    def _record_of(self, manifest: WeightUpdateManifest) -> RecordFile:
+        found = self._records.get(manifest.publisher_id)
+        if found is None:
+            name = f"{manifest.source_rank}-{manifest.publisher_id}-{uuid.uuid4().hex}"
+            found = self._records[manifest.publisher_id] = self._store.open_record(name)
+        return found
 
     def settle(self) -> None:
         """Forget what was imported, and close the records that publishers removed at their end."""
         self._arrivals.sweep()
-        for publisher_id, held in list(self._records.items()):
-            try:
-                is_there = bool(os.fstat(held.fd).st_nlink)
-            except OSError:  # so does NFS say it
-                is_there = False
-            if not is_there:
+        for publisher_id, record in list(self._records.items()):
+            if record.is_removed():
                 del self._records[publisher_id]
                 self._gone.extend(self._updates.pop(publisher_id, {}))
-                held.dispose()
+                record.close()
 
     def close(self) -> None:
         """Close the records; tensors keep the memory that they show."""
         self._is_closed = True
         self._arrivals.close()
         while self._records:
-            self._records.popitem()[1].dispose()
+            self._records.popitem()[1].close()
+        self._store.close()
 
 
 def _config_for_peft(manifest: WeightUpdateManifest) -> dict[str, Any] | None:
@@ -617,23 +540,3 @@ def _config_for_peft(manifest: WeightUpdateManifest) -> dict[str, Any] | None:
         )
         return None
     return {"peft_type": "LORA", **config}
-
-
-def _require_update(folder: Path, marker: Marker, manifest: WeightUpdateManifest) -> None:
-    if marker.update_id != manifest.update_id:
-        msg = (
-            f"{folder} holds update {marker.update_id}, expected {manifest.update_id}. Import "
-            "another version."
-        )
-        raise SegmentError(msg)
-
-
-def _require_size(path: Path, nbytes: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        msg = f"{path} is not there: {error.strerror}. Import another version."
-        raise SegmentError(msg) from error
-    if found != nbytes:
-        msg = f"{path} has {found} bytes, expected {nbytes}. Import another version."
-        raise SegmentError(msg)

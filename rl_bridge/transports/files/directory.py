@@ -1,0 +1,447 @@
+"""Versions in directories, on a local disk or a network's.
+
+    run1/
+        .writer-0                     held by the publisher of rank 0, as long as it lives
+        0000000007-3f1c0a9be2d4/      version 7
+            model.safetensors         or model-00001-of-0000N.safetensors and an index
+            lists.bin                 digests of the tensors' leaves
+            manifest.json
+            STABLE                    the marker: version, update, digest of the manifest's header
+        records/                      what consumers report
+
+A version's files are written and synced, then its directory, then the marker, then the directory
+once more; that holds after a crash of the machine, too. A reader holds a shared lock of the marker,
+the collector takes an exclusive one before it removes anything. A publisher holds an exclusive lock
+of ``.writer-RANK``. (Locks of `fcntl`, which NFS has as well.)
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rl_bridge.errors import SegmentError, VersionNotFound, WeightBridgeUnavailableError
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory.control import Record
+from rl_bridge.memory.holding import Holding
+from rl_bridge.transports.files.store import (
+    MARKER,
+    MAX_MARKER_NBYTES,
+    MAX_RECORD_NBYTES,
+    RECORDS,
+    FileContent,
+    Lease,
+    Marker,
+    RecordFile,
+    StoredVersion,
+    VersionStore,
+    VersionWriter,
+    is_of,
+    is_version,
+    rank_of,
+)
+
+_MAX_IOVECS = 1024
+
+
+class DirectoryStore(VersionStore):
+    """A run's directory.
+
+    Attributes:
+        root: the directory.
+
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Of versions below `root`; nothing is opened."""
+        self.root = root
+
+    def __str__(self) -> str:
+        """The directory."""
+        return str(self.root)
+
+    def visible(self) -> list[StoredVersion]:
+        """See `VersionStore.visible`."""
+        found = []
+        for name in self._names():
+            marker = _read_marker(self.root / name)
+            if marker is not None:
+                found.append(StoredVersion(name, marker))
+        return sorted(found, key=lambda one: one.marker.sequence)
+
+    def find(self, update_id: str) -> str:
+        """See `VersionStore.find`."""
+        for name in self._names():
+            if is_of(name, update_id):
+                return name
+        msg = (
+            f"update {update_id} is not in {self}: it was removed, or is not visible here yet. "
+            "Import the newest manifest, or give both sides one url."
+        )
+        raise VersionNotFound(msg)
+
+    def _names(self) -> list[str]:
+        try:
+            return [path.name for path in self.root.iterdir() if is_version(path.name)]
+        except OSError as error:
+            raise _unusable(self.root, error) from error
+
+    def lease(self, name: str) -> Lease:
+        """See `VersionStore.lease`."""
+        return _MarkerLock(self.root / name)
+
+    def read_small(self, name: str, file: str) -> bytes:
+        """See `VersionStore.read_small`."""
+        path = self.root / name / file
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+    def require_size(self, name: str, file: str, nbytes: int) -> None:
+        """See `VersionStore.require_size`."""
+        path = self.root / name / file
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if found != nbytes:
+            raise _wrong_size(path, found, nbytes)
+
+    def read(self, name: str, file: str, nbytes: int, pieces: Sequence[tuple[int, Any]]) -> None:
+        """See `VersionStore.read`."""
+        _read_ranges(self.root / name / file, nbytes, pieces)
+
+    def open_writer(self, rank: int, *, fenced: bool) -> "VersionWriter":
+        """See `VersionStore.open_writer`; what the directory lies in must be there."""
+        try:
+            is_new = not self.root.exists()
+            self.root.mkdir(exist_ok=True)
+            (self.root / RECORDS).mkdir(exist_ok=True)
+            if is_new:
+                _sync_folder(self.root)
+                _sync_folder(self.root.parent)
+        except OSError as error:
+            raise _unusable(self.root, error) from error
+        return _Writer(self, rank, fenced=fenced)
+
+    def remove(self, name: str) -> bool:
+        """See `VersionStore.remove`."""
+        return _remove(self.root / name)
+
+    def open_record(self, name: str) -> RecordFile:
+        """See `VersionStore.open_record`."""
+        return _Record(self.root / RECORDS / f"{name}.record")
+
+    def records(self, prefix: str) -> list[Record]:
+        """What consumers wrote; a lock on the file says that its writer lives."""
+        found = []
+        for path in sorted((self.root / RECORDS).glob(f"{prefix}*.record")):
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                continue
+            try:
+                text = os.pread(fd, MAX_RECORD_NBYTES, 0)
+                record = Record.model_validate_json(text)
+                presence = "alive" if leases.is_held(fd) else "gone"
+            except ValidationError:
+                record, presence = Record(worker="?", rank=-1, pid=-1), "unreadable"
+            except OSError:
+                continue  # the consumer is gone, with its host
+            finally:
+                os.close(fd)
+            found.append(record.model_copy(update={"presence": presence}))
+        return found
+
+    def remove_records(self, prefix: str, *, but: str = "") -> None:
+        """See `VersionStore.remove_records`."""
+        for path in (self.root / RECORDS).glob(f"{prefix}*.record"):
+            if not but or not path.name.startswith(but):
+                path.unlink(missing_ok=True)
+
+
+def _unusable(root: Path, error: OSError) -> WeightBridgeUnavailableError:
+    return WeightBridgeUnavailableError(
+        f"url={str(root)!r} cannot hold versions: {error.strerror or error}. Name a directory that "
+        "this user may use, in one that exists."
+    )
+
+
+def _read_marker(folder: Path) -> Marker | None:
+    try:
+        with (folder / MARKER).open("rb") as file:
+            return Marker.model_validate_json(file.read(MAX_MARKER_NBYTES))
+    except (OSError, ValidationError):
+        return None
+
+
+def _unreadable(path: Path, error: OSError) -> SegmentError:
+    is_absent = error.errno in {errno.ENOENT, errno.ESTALE}
+    said = "is not there" if is_absent else "cannot be read"
+    kind = VersionNotFound if is_absent else SegmentError
+    return kind(f"{path} {said}: {error.strerror}. Import another version.")
+
+
+def _wrong_size(path: Path, found: int, nbytes: int) -> SegmentError:
+    return SegmentError(f"{path} has {found} bytes, expected {nbytes}. Import another version.")
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+class _Writer(VersionWriter):
+    """What keeps a second publisher of a rank out of a directory."""
+
+    def __init__(self, store: DirectoryStore, rank: int, *, fenced: bool) -> None:
+        self._store, self._rank, self._is_fenced = store, rank, fenced
+        self._held = Holding(self)
+        if not fenced:
+            return
+        path = store.root / f".writer-{rank}"
+        try:
+            fd = self._held.open(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            is_free = leases.try_exclusive(fd)
+        except OSError as error:
+            self._held.dispose()
+            raise _unusable(store.root, error) from error
+        if not is_free:
+            self._held.dispose()
+            msg = (
+                f"{store} has a publisher of rank {rank} already, expected one. Close that bridge, "
+                "or end the trainer that comes back, or give this one a directory of its own."
+            )
+            raise WeightBridgeUnavailableError(msg)
+
+    def write(self, name: str, files: Iterable[FileContent], marker: Marker) -> Lease:
+        root = self._store.root
+        folder, made = root / name, root / f".{self._rank}-{marker.update_id}"
+        try:
+            made.mkdir()
+            for file, pieces in files:
+                write_durably(made / file, pieces)
+            _sync_folder(made)
+            made.rename(folder)
+            _sync_folder(root)
+            ranks = [one for one in self._store.visible() if one.marker.rank == self._rank]
+            sequence = ranks[-1].marker.sequence + 1 if ranks else 1
+            _write_marker(folder, marker.model_copy(update={"sequence": sequence}))
+            return self._store.lease(name)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            self._store.remove(name)
+            raise
+
+    def seal_anew(self, name: str, lease: Lease, header: str) -> Lease:
+        folder = self._store.root / name
+        _write_marker(folder, lease.marker.model_copy(update={"header": header}))
+        lease.close()
+        return self._store.lease(name)
+
+    def sweep(self) -> None:
+        if not self._is_fenced:
+            return
+        unfinished = re.compile(rf"^\.{self._rank}-[0-9a-f]{{32}}$")
+        for path in self._store.root.iterdir():
+            is_begun = rank_of(path.name) == self._rank and _is_unmarked(path)
+            if unfinished.match(path.name) or is_begun:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        self._held.dispose()
+
+
+def write_durably(path: Path, pieces: Sequence[Any]) -> None:
+    """Write a new file, and sync it.
+
+    Raises:
+        OSError: it cannot be written; what is there of it stays.
+
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        left = [memoryview(one).cast("B") for one in pieces if len(one)]
+        while left:
+            written = os.writev(fd, left[:_MAX_IOVECS])
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Sync a directory's own entries."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_marker(folder: Path, marker: Marker) -> None:
+    """Make a version visible: all of it must be on disk. A marker that is there is replaced."""
+    beside = folder / f".{MARKER}"
+    with suppress(FileNotFoundError):
+        beside.unlink()
+    write_durably(beside, [marker.model_dump_json().encode()])
+    beside.rename(folder / MARKER)
+    _sync_folder(folder)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+class _MarkerLock(Lease):
+    """A shared lock of a marker."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / MARKER
+        self._held = Holding(self)
+        try:
+            fd = self._held.open(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            msg = (
+                f"{folder.name} is gone, or not written yet: {error.strerror}. Import the newest "
+                "manifest."
+            )
+            raise VersionNotFound(msg) from error
+        msg = f"{folder.name} is being removed. Import the newest manifest."
+        try:
+            # (Removed between the two calls: then it has no name any more.)
+            is_there = leases.try_shared(fd) and bool(os.fstat(fd).st_nlink)
+            if is_there:
+                text = os.pread(fd, MAX_MARKER_NBYTES, 0)
+                self.marker = Marker.model_validate_json(text)
+        except ValidationError as error:
+            self.close()
+            msg = f"{path} is no marker ({error.error_count()} errors). Take another version."
+            raise SegmentError(msg) from error
+        except OSError as error:
+            self.close()
+            msg = (
+                f"{path} cannot be locked: {error.strerror}. Name a directory on a file system "
+                "that has locks, such as NFS with its lock manager."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
+        except BaseException:
+            self.close()
+            raise
+        if not is_there:
+            self.close()
+            raise VersionNotFound(msg)
+
+    def close(self) -> None:
+        self._held.dispose()
+
+
+def _read_ranges(path: Path, nbytes: int, pieces: Sequence[tuple[int, Any]]) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    try:
+        found = os.fstat(fd).st_size
+        if found != nbytes:
+            raise _wrong_size(path, found, nbytes)
+        at = 0
+        while at < len(pieces):
+            run, views = at, list[Any]()
+            begin = end = pieces[at][0]
+            while run < len(pieces) and len(views) < _MAX_IOVECS and pieces[run][0] == end:
+                views.append(pieces[run][1])
+                end += len(views[-1])
+                run += 1
+            _read_all(fd, path, begin, views)
+            at = run
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int, path: Path, begin: int, views: list[Any]) -> None:
+    left = [memoryview(one).cast("B") for one in views if len(one)]
+    while left:
+        count = os.preadv(fd, left, begin)
+        if not count:
+            msg = f"{path} was cut while it was read. Import another version."
+            raise SegmentError(msg)
+        begin += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+
+
+class _Record(RecordFile):
+    """A file that its consumer has locked."""
+
+    def __init__(self, path: Path) -> None:
+        self._held = Holding(self)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            leases.try_exclusive(self._held.open(os.open, path, flags, 0o644))
+        except OSError:
+            self._held.dispose()
+            path.unlink(missing_ok=True)
+            raise
+
+    def write(self, record: Record) -> None:
+        text = record.model_dump_json().encode()
+        with suppress(OSError):  # the publisher is gone, or the disk is full: the update stands
+            os.pwrite(self._held.fd, text, 0)
+            os.ftruncate(self._held.fd, len(text))
+
+    def is_removed(self) -> bool:
+        try:
+            return not os.fstat(self._held.fd).st_nlink
+        except OSError:  # so does NFS say it
+            return True
+
+    def close(self) -> None:
+        self._held.dispose()
+
+
+# ---- removing ------------------------------------------------------------------------------------
+
+
+def _is_unmarked(folder: Path) -> bool:
+    """Whether a directory has no marker, for certain: a marker that cannot be read is one."""
+    try:
+        (folder / MARKER).lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a version that nobody reads: the marker first. Returns whether it is gone."""
+    try:
+        fd = os.open(folder / MARKER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
+    except OSError:
+        return False
+    try:
+        if not leases.try_exclusive(fd):
+            return False
+        (folder / MARKER).unlink(missing_ok=True)
+        _sync_folder(folder)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    shutil.rmtree(folder, ignore_errors=True)
+    return True

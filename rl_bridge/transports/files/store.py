@@ -1,0 +1,317 @@
+"""What both ends of ``files`` ask of the place where a run's versions are.
+
+A version has a name, by which versions sort, and files. It is *visible* once it has a marker, which
+is written last. `rl_bridge.transports.files.directory` keeps versions in directories,
+`rl_bridge.transports.files.objects` in object stores; both promise:
+
+**Durable before visible.** Whoever finds a marker finds all that it stands for. What has no marker
+is no version, and is removed by the next publisher of its rank. Versions are ordered as they were
+published (`Marker.sequence`): a trainer that begins anew at an earlier step goes on behind what is
+there.
+
+**Leased while read.** What somebody holds a lease of is not removed.
+
+**Fenced.** One publisher of a rank at a time. Where locks tell that the first one lives, the second
+one is refused; elsewhere the second one takes over, and the first one is refused from then on.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr
+
+from rl_bridge.errors import SegmentError
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.control import Record
+
+MARKER, MANIFEST, LISTS, RECORDS = "STABLE", "manifest.json", "lists.bin", "records"
+MAX_MARKER_NBYTES = 4096
+MAX_RECORD_NBYTES = 1 << 20
+_NAME = re.compile(r"^\d{10,19}-[0-9a-f]{12}(?:-(\d+))?$")
+
+FileContent = tuple[str, Sequence[Any]]
+"""Name of a file, and buffers with its bytes, one behind the other."""
+
+
+class Marker(BaseModel):
+    """The marker's content.
+
+    Attributes:
+        format: names this format.
+        sequence: grows with each version of its rank.
+        weight_version: the version.
+        update_id: its update.
+        rank: of its publisher.
+        header: digest of the manifest's header, 32 hexadecimal digits.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["rl_bridge.files/1"] = "rl_bridge.files/1"
+    sequence: StrictInt
+    weight_version: StrictInt
+    update_id: StrictStr
+    rank: StrictInt
+    header: StrictStr
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """A version that is visible.
+
+    Attributes:
+        name: of the version.
+        marker: what its marker says.
+
+    """
+
+    name: str
+    marker: Marker
+
+
+def version_name(weight_version: int, update_id: str, rank: int) -> str:
+    """Name of a version: names sort as the versions do."""
+    return f"{weight_version:010d}-{update_id[:12]}" + (f"-{rank}" if rank else "")
+
+
+def is_version(name: str) -> bool:
+    """Whether it is the name of a version."""
+    return bool(_NAME.match(name))
+
+
+def is_of(name: str, update_id: str) -> bool:
+    """Whether it is the name of a version of that update."""
+    return is_version(name) and name.split("-")[1] == update_id[:12]
+
+
+def rank_of(name: str) -> int | None:
+    """The publisher's rank by the name of a version; None if it is no such name."""
+    match = _NAME.match(name)
+    return None if match is None else int(match[1] or 0)
+
+
+class Lease(ABC):
+    """Keeps a version as long as it is not closed.
+
+    Attributes:
+        marker: what the version's marker says.
+
+    """
+
+    marker: Marker
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let the version be removed. Idempotent."""
+
+
+class RecordFile(ABC):
+    """What one consumer reports to one publisher; it lives as long as the consumer."""
+
+    @abstractmethod
+    def write(self, record: Record) -> None:
+        """Replace it; best effort, never waits."""
+
+    @abstractmethod
+    def is_removed(self) -> bool:
+        """Whether its publisher removed it, at its end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let others see that the consumer is gone. Idempotent."""
+
+
+class VersionWriter(ABC):
+    """A publisher's right to write versions of its rank."""
+
+    @abstractmethod
+    def write(self, name: str, files: Iterable[FileContent], marker: Marker) -> Lease:
+        """Write a version, and then its marker, which is given the next sequence number.
+
+        Returns:
+            a lease of it: other publishers of this rank must not remove it.
+
+        Raises:
+            OSError: it cannot be written; nothing of it stays visible.
+            WeightBridgeError: the same; or another publisher has taken over.
+
+        """
+
+    @abstractmethod
+    def seal_anew(self, name: str, lease: Lease, header: str) -> Lease:
+        """Put another header into the marker of a version; returns the lease to hold now.
+
+        Raises:
+            OSError: it cannot be written.
+            WeightBridgeError: the same.
+
+        """
+
+    @abstractmethod
+    def sweep(self) -> None:
+        """Remove what was begun, by this rank, and not finished. Nothing, if several may publish.
+
+        Raises:
+            OSError: the store cannot be read.
+            WeightBridgeError: the same.
+
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let others publish. Idempotent."""
+
+
+class VersionStore(ABC):
+    """Where a run's versions are; ``str(store)`` is its url.
+
+    Attributes:
+        num_readers: how many threads read well beside each other; None: as many as cores.
+        file_nbytes: the largest size of a file that is good here, unless a tensor is larger.
+
+    """
+
+    num_readers: int | None = None
+    file_nbytes: int = 5 << 30
+
+    # ---- reading
+
+    @abstractmethod
+    def visible(self) -> list[StoredVersion]:
+        """All versions that have a marker, in the order of their publication.
+
+        Raises:
+            WeightBridgeUnavailableError: the store cannot be read.
+
+        """
+
+    @abstractmethod
+    def find(self, update_id: str) -> str:
+        """Name of an update's version, whatever its manifest says of its number.
+
+        Raises:
+            VersionNotFound: there is none.
+            WeightBridgeUnavailableError: the store cannot be read.
+
+        """
+
+    @abstractmethod
+    def lease(self, name: str) -> Lease:
+        """Keep a version.
+
+        Raises:
+            VersionNotFound: it is gone, or not visible.
+            SegmentError: its marker is none.
+            WeightBridgeUnavailableError: leases cannot be taken here.
+
+        """
+
+    @abstractmethod
+    def read_small(self, name: str, file: str) -> bytes:
+        """Content of a small file of a version.
+
+        Raises:
+            VersionNotFound: it is not there.
+            SegmentError: it cannot be read.
+
+        """
+
+    @abstractmethod
+    def require_size(self, name: str, file: str, nbytes: int) -> None:
+        """See to it that a file has that size.
+
+        Raises:
+            VersionNotFound: it is not there.
+            SegmentError: it has another size, or cannot be read.
+
+        """
+
+    @abstractmethod
+    def read(self, name: str, file: str, nbytes: int, pieces: Sequence[tuple[int, Any]]) -> None:
+        """Read ranges of a file, each into memory.
+
+        Args:
+            name: of the version.
+            file: of the version.
+            nbytes: size that the file must have.
+            pieces: first byte of each range, ascending, and where it goes.
+
+        Raises:
+            SegmentError: it is gone, shorter or longer.
+
+        """
+
+    @contextmanager
+    def leased(self, name: str) -> Iterator[Marker]:
+        """Keep a version while it is read. See `lease`."""
+        lease = self.lease(name)
+        try:
+            yield lease.marker
+        finally:
+            lease.close()
+
+    def manifest(self, version: StoredVersion) -> WeightUpdateManifest:
+        """The manifest beside a marker, which must be the one that the marker was made for.
+
+        Raises:
+            SegmentError: it is gone, or another one.
+            WeightManifestValidationError: it cannot be read.
+
+        """
+        text = self.read_small(version.name, MANIFEST).decode()
+        manifest = WeightUpdateManifest.of(text, caller="VersionStore.manifest")
+        if manifest.header_digest.hex() != version.marker.header:
+            msg = (
+                f"{MANIFEST} of {version.name} in {self} is not what version "
+                f"{version.marker.weight_version} was published with: expected a header of digest "
+                f"{version.marker.header}, got {manifest.header_digest.hex()}. Take another "
+                "version."
+            )
+            raise SegmentError(msg)
+        return manifest
+
+    # ---- publishing
+
+    @abstractmethod
+    def open_writer(self, rank: int, *, fenced: bool) -> VersionWriter:
+        """Make the store if it is missing, and take the right to publish as that rank.
+
+        Args:
+            rank: of the publisher.
+            fenced: there is one at a time. False lets several publish.
+
+        Raises:
+            WeightBridgeUnavailableError: the store cannot be used; or a publisher has it.
+
+        """
+
+    @abstractmethod
+    def remove(self, name: str) -> bool:
+        """Remove a version that nobody reads: the marker first. Returns whether it is gone."""
+
+    # ---- what consumers report
+
+    @abstractmethod
+    def open_record(self, name: str) -> RecordFile:
+        """Begin a record.
+
+        Raises:
+            OSError: the store cannot be written.
+
+        """
+
+    @abstractmethod
+    def records(self, prefix: str) -> list[Record]:
+        """All records whose name begins so; best effort."""
+
+    @abstractmethod
+    def remove_records(self, prefix: str, *, but: str = "") -> None:
+        """Remove those, but for what begins with `but`; best effort."""
+
+    def close(self) -> None:  # noqa: B027 - directories hold nothing
+        """Release what the store itself holds. Idempotent."""
