@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from rl_bridge.assembly.end import GroupEnd, GroupTransport
 from rl_bridge.assembly.plan import ReshardPlan
 from rl_bridge.assembly.wanted import Wanted, WantedLayout
-from rl_bridge.bridge.arguments import check_options, require_transport
+from rl_bridge.bridge.arguments import UpdateRef, check_options, require_transport, update_id_of
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.lifecycle import Observer
 from rl_bridge.manifest.group import GROUP
@@ -147,8 +147,8 @@ class FilesTensorBridge(TensorBridge):
     def versions(self) -> list[WeightUpdateManifest]:
         """Manifests of all versions that are there, in the order of their publication.
 
-        Of those that several ranks published, the directory holds the parts; their manifest comes
-        from the trainer. What cannot be read is logged and left out.
+        One that several ranks published is listed once all of them have, as long as all its parts
+        are there. What cannot be read is logged and left out.
 
         Raises:
             WeightBridgeUnavailableError: the directory cannot be read.
@@ -191,6 +191,25 @@ class FilesTensorBridge(TensorBridge):
             if left <= 0:
                 return
             time.sleep(min(every_s, left))
+
+    def keep(self, update: UpdateRef, is_kept: bool = True) -> None:  # noqa: FBT001, FBT002 - reads as it is said
+        """Have a version stay, whatever any publisher's `keep_last` says; False lets it go again.
+
+        It holds for all bridges, and after the end of this one. Of a version that several ranks
+        published, all parts stay.
+
+        Args:
+            update: the version's manifest, its JSON text, or its update id.
+            is_kept: False: publishers remove it in its turn, as if it had not been kept.
+
+        Raises:
+            MalformedManifest: what is given names no update.
+            VersionNotFound: the version is not there.
+            WeightBridgeUnavailableError: the directory cannot be read or written.
+
+        """
+        assert isinstance(self._transport, Files)
+        self._transport.keep(update_id_of(update, caller="keep"), is_kept=is_kept)
 
     def _stored(self) -> Iterator[tuple[int, WeightUpdateManifest]]:
         assert isinstance(self._transport, Files)

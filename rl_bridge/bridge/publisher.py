@@ -24,6 +24,7 @@ from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import JSONValue, freeze
 from rl_bridge.manifest.compare import Policy, look_for_suspicion
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest, no_tensors
 from rl_bridge.manifest.parallel import require_supported
 from rl_bridge.manifest.table import TensorTable
@@ -202,7 +203,7 @@ class Publisher:
                 if self._journal is not None:
                     self._journal.reserve(weight_version)
                 if self.end.shows:
-                    self.end.show(manifest)
+                    self.end.show(manifest, is_part=is_part)
                 lifecycle = Lifecycle(
                     Role.PUBLISHER,
                     update_id=update_id,
@@ -232,7 +233,7 @@ class Publisher:
                 self.end.release(update_id)
                 record.lifecycle.fire(Event.RELEASE)
 
-    def join_group(self, update_id: str, digest: bytes) -> None:
+    def join_group(self, update_id: str, group: GroupManifest) -> None:
         """Seal the header of a group's manifest with a part of it, in place of the part's own.
 
         Called before anybody else knows of the group. From then on, a consumer's manifest of the
@@ -244,7 +245,12 @@ class Publisher:
         """
         with self._turn():
             self.manifest(update_id)
-            self.end.seal_header(update_id, digest)
+            self.end.join_group(update_id, group)
+
+    def show_group(self, update_id: str) -> None:
+        """Let those find a group who look for versions themselves: all ranks have published it."""
+        with self._turn():
+            self.end.show_group(update_id)
 
     def state(self, update_id: str) -> State | None:
         """Fine state of an update; None if it is not one of those remembered here."""

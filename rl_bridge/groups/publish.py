@@ -533,6 +533,8 @@ class GroupPublisher:
                 "Mend the cause, then publish a later version."
             )
             raise GroupAborted(msg)
+        assert run.part is not None
+        self.bridge.publisher.show_group(run.part.update_id)
 
     def _share(self, step: str, make: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
         """One step: do it here, report the result to the other ranks, and read their reports."""
@@ -614,7 +616,7 @@ class GroupPublisher:
         look_for_suspicion(own.suspicious, self._latest, manifest)
         # Set before the vote is sent: from then on the other ranks may commit.
         run.voted = manifest
-        own.join_group(run.part.update_id, manifest.header_digest)
+        own.join_group(run.part.update_id, manifest)
         return {
             "update_id": manifest.update_id,
             "root": manifest.root,

@@ -6,7 +6,7 @@ same three parts, in the same order: ``format``, ``header`` (small, new for ever
 header of each rank's own manifest) and ``layout`` (large, the same for a whole run, sent once).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import xxhash
@@ -23,9 +23,9 @@ GROUP = "group"
 """What stands in place of a transport where each part has its own."""
 
 
-def group_update_id(parts: Sequence[WeightUpdateManifest]) -> str:
-    """The id of the update that these parts make."""
-    return xxhash.xxh3_128_hexdigest("".join(part.update_id for part in parts).encode("ascii"))
+def group_update_id(parts: Iterable[str]) -> str:
+    """The id of the update that parts make, of their ids, by rank."""
+    return xxhash.xxh3_128_hexdigest("".join(parts).encode("ascii"))
 
 
 class GroupManifest(WeightUpdateManifest):
@@ -95,7 +95,7 @@ class GroupManifest(WeightUpdateManifest):
         """
         digests = layout.digest_plan.compute([part.digests for part in parts], blocks)
         return cls(
-            update_id=group_update_id(parts),
+            update_id=group_update_id(part.update_id for part in parts),
             publisher_id=parts[0].publisher_id,
             weight_version=parts[0].weight_version,
             created_at=parts[0].created_at,
@@ -157,7 +157,10 @@ class GroupManifest(WeightUpdateManifest):
                 "a bridge of its own."
             )
             raise RanksDisagree(msg)
-        expected = (group_update_id(self.parts), self.parts[0].publisher_id)
+        expected = (
+            group_update_id(part.update_id for part in self.parts),
+            self.parts[0].publisher_id,
+        )
         if (self.update_id, self.publisher_id) != expected:
             msg = (
                 f"version {self.weight_version}: update {self.update_id} of {self.publisher_id} "

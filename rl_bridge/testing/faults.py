@@ -20,6 +20,7 @@ import torch
 
 from rl_bridge.cuda.devices import DriverName
 from rl_bridge.lifecycle import Transition
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
@@ -346,9 +347,17 @@ class AroundPublisher(PublisherEnd):
         """Pass on."""
         return self.inner.carry(plan, tensors, update_id)
 
-    def show(self, manifest: WeightUpdateManifest) -> None:
+    def show(self, manifest: WeightUpdateManifest, *, is_part: bool) -> None:
         """Let others find a version."""
-        self.inner.show(manifest)
+        self.inner.show(manifest, is_part=is_part)
+
+    def join_group(self, update_id: str, group: GroupManifest) -> None:
+        """Pass on."""
+        self.inner.join_group(update_id, group)
+
+    def show_group(self, update_id: str) -> None:
+        """Pass on."""
+        self.inner.show_group(update_id)
 
     def seal_header(self, update_id: str, digest: bytes) -> None:
         """Pass on."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
@@ -187,16 +188,36 @@ class PublisherEnd(ABC):
 
         """
 
-    def show(self, manifest: WeightUpdateManifest) -> None:
+    def show(self, manifest: WeightUpdateManifest, *, is_part: bool) -> None:
         """Let those find a version who look for versions themselves; the last step of publishing.
 
-        Only if `shows`.
+        Only if `shows`. With `is_part` it is one rank's part of a group: nobody may find it before
+        `show_group`.
 
         Raises:
             WeightBridgeError: nothing was published; nobody finds it.
 
         """
         raise NotImplementedError
+
+    def join_group(self, update_id: str, group: GroupManifest) -> None:
+        """Seal the header of a group's manifest with a part of it, in place of the part's own.
+
+        This rank's vote follows. Where others look for versions themselves, the first rank's end
+        also keeps the group's manifest. A part that is released before `show_group` belongs to a
+        group that no rank published.
+
+        Raises:
+            WeightBridgeError: it is gone; no rank publishes the group.
+
+        """
+        self.seal_header(update_id, group.header_digest)
+
+    def show_group(self, update_id: str) -> None:  # noqa: B027 - only where others look themselves
+        """Let others find the group that a part belongs to: all ranks have published it.
+
+        The version stands, so nothing is raised: what fails is logged.
+        """
 
     @abstractmethod
     def release(self, update_id: str) -> None:

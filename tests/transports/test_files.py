@@ -17,16 +17,23 @@ from safetensors.torch import load_file
 
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge import FilesTensorBridge
-from rl_bridge.errors import ChecksumMismatch, SegmentError, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    SegmentError,
+    VersionNotFound,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.groups import Piece, Placement
 from rl_bridge.installers import ModuleInstallAdapter
 from rl_bridge.manifest import AdapterSpec
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.testing import TransportSuite
 from rl_bridge.testing.faults import Locate, locate_in_files
 from rl_bridge.testing.processes import Child, ChildDied
 from rl_bridge.trainers import read_peft
 from rl_bridge.transports.files.directory import DirectoryStore
-from rl_bridge.transports.files.transport import Files
+from rl_bridge.transports.files.transport import Files, FilesPublisher
+from tests.groups.meshes import Shards
 from tests.groups.rig import trainers
 
 
@@ -404,18 +411,154 @@ def test_a_url_of_something_else_than_a_directory_is_refused(url: str) -> None:
         files(url)
 
 
-def test_ranks_write_their_shards_and_nobody_gathers(run: Path) -> None:
-    whole = {"w": torch.arange(12.0).view(4, 3)}
+# ---- versions of several ranks -------------------------------------------------------------------
 
-    def parts(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Placement]]:
+
+def shards_of(version: int) -> list[Shards]:
+    """What two ranks hold of one matrix."""
+    whole = matrix(version)
+
+    def part(rank: int) -> Shards:
         piece = Piece(
             name="w", global_shape=(4, 3), offset=(2 * rank, 0), shape=(2, 3), local_offset=(0, 0)
         )
         placed = Placement(dtype="float32", shape=(2, 3), pieces=(piece,))
-        return {"w": whole["w"][2 * rank : 2 * rank + 2].clone()}, {"w": placed}
+        return {"w": whole[2 * rank : 2 * rank + 2].clone()}, {"w": placed}
 
+    return [part(rank) for rank in (0, 1)]
+
+
+def matrix(version: int) -> torch.Tensor:
+    return torch.arange(12.0).view(4, 3) + version
+
+
+def parts_in(run: Path) -> dict[int, list[int]]:
+    """Version -> ranks whose directories are there."""
+    found: dict[int, list[int]] = {}
+    for path in sorted(run.glob("0*")):
+        version, _, rank = (path.name + "-0").split("-")[:3]
+        found.setdefault(int(version), []).append(int(rank))
+    return {version: sorted(ranks) for version, ranks in found.items()}
+
+
+def test_ranks_write_their_shards_and_nobody_gathers(run: Path) -> None:
     with trainers(2, "files", url=run) as group, files(run) as reader:
-        manifest = group.publish([parts(rank) for rank in (0, 1)], version=1)
-        assert len(list(run.glob("0000000001-*"))) == 2
-        assert reader.import_update(manifest)["w"].equal(whole["w"])
-        assert reader.versions() == []  # the parts alone are nothing that can be installed
+        manifest = group.publish(shards_of(1), version=1)
+        assert parts_in(run) == {1: [0, 1]}
+        assert reader.import_update(manifest)["w"].equal(matrix(1))
+
+
+def test_an_engine_that_starts_after_its_trainers_ended_installs_what_several_ranks_published(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with trainers(2, "files", url=run) as group:
+        published = [group.publish(shards_of(version), version=version) for version in (1, 2)]
+    with files(run) as reader:
+        assert [one.to_json() for one in reader.versions()] == [one.to_json() for one in published]
+        newest = reader.newest()
+        assert newest is not None
+        assert next(reader.watch()).update_id == newest.update_id
+        assert reader.import_update(newest)["w"].equal(matrix(2))
+    assert not caplog.records  # a part is nothing that had to be left out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_version_whose_rank_fails_in_the_vote_is_never_listed_and_leaves_no_part(
+    run: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[int] = []
+
+    def failing(end: FilesPublisher, update_id: str, manifest: GroupManifest) -> None:
+        joining(end, update_id, manifest)
+        listed.extend(one.weight_version for one in files(run).versions())
+        if manifest.weight_version == 2 and manifest.parts[rank].update_id == update_id:
+            raise SegmentError("planted: a full disk. Free space.")
+
+    joining = FilesPublisher.join_group
+    monkeypatch.setattr(FilesPublisher, "join_group", failing)
+    with trainers(2, "files", url=run, keep_last=1) as group:
+        group.release(group.publish(shards_of(1), version=1))
+        found = group.try_publish(shards_of(2), version=2)
+        assert sorted(type(one).__name__ for one in found) == ["GroupAborted", "SegmentError"]
+        assert versions_in(run) == [1]
+        assert parts_in(run) == {1: [0, 1]}  # what was not published takes no other's place
+        group.release(group.publish(shards_of(3), version=3))
+        assert parts_in(run) == {3: [0, 1]}
+    assert set(listed) <= {1}
+
+
+def test_parts_of_a_version_that_its_killed_ranks_did_not_commit_go_with_the_next_trainers(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as killed:
+        killed.setattr(FilesPublisher, "show_group", lambda *_: None)
+        killed.setattr(FilesPublisher, "_collect", lambda *_: None)
+        with trainers(2, "files", url=run) as group:
+            group.publish(shards_of(1), version=1)
+    assert parts_in(run) == {1: [0, 1]}
+    assert versions_in(run) == []
+    with trainers(2, "files", url=run) as group:
+        group.publish(shards_of(2), version=2)
+        assert parts_in(run) == {2: [0, 1]}
+
+
+def test_all_ranks_keep_the_same_versions(run: Path) -> None:
+    with trainers(2, "files", url=run, keep_last=2, keep_every=10) as group:
+        for version in (9, 10, 11, 12, 13):
+            group.release(group.publish(shards_of(version), version=version))
+        assert parts_in(run) == {10: [0, 1], 12: [0, 1], 13: [0, 1]}
+    with trainers(2, "files", url=run, keep_last=1) as group:
+        group.release(group.publish(shards_of(14), version=14))
+        assert parts_in(run) == {14: [0, 1]}
+        assert versions_in(run) == [14]
+
+
+def test_a_version_of_which_a_part_is_gone_is_not_listed(run: Path) -> None:
+    with trainers(2, "files", url=run) as group:
+        for version in (1, 2):
+            group.publish(shards_of(version), version=version)
+    shutil.rmtree(next(run.glob("0000000002-*-1")))
+    assert versions_in(run) == [1]
+
+
+# ---- versions that are kept ----------------------------------------------------------------------
+
+
+def test_a_version_that_is_kept_stays_until_it_is_let_go(run: Path) -> None:
+    with files(run, keep_last=1) as trainer:
+        first = publish(trainer, 1)
+        with files(run) as reader:  # anybody may say it, and need not stay
+            reader.keep(first)
+        for version in (2, 3):
+            trainer.release(trainer.latest_manifest or "")
+            publish(trainer, version)
+        assert versions_in(run) == [1, 3]
+    with files(run, keep_last=1) as trainer:
+        publish(trainer, 4)
+        assert versions_in(run) == [1, 4]
+        trainer.keep(first.update_id, False)
+        publish(trainer, 5)
+    assert versions_in(run) == [5]
+
+
+def test_of_a_version_that_is_kept_all_parts_stay(run: Path) -> None:
+    with trainers(2, "files", url=run, keep_last=1) as group:
+        first = group.publish(shards_of(1), version=1)
+        with files(run) as reader:
+            reader.keep(first.update_id)
+        group.release(first)
+        for version in (2, 3):
+            group.release(group.publish(shards_of(version), version=version))
+        assert parts_in(run) == {1: [0, 1], 3: [0, 1]}
+        with files(run) as reader:
+            reader.keep(first, False)
+        group.publish(shards_of(4), version=4)
+        assert parts_in(run) == {4: [0, 1]}
+
+
+def test_a_version_that_is_not_there_cannot_be_kept(run: Path) -> None:
+    with files(run, keep_last=0) as trainer:
+        first = publish(trainer, 1)
+        trainer.release(first)
+        with files(run) as reader, pytest.raises(VersionNotFound, match="it was removed"):
+            reader.keep(first)

@@ -6,6 +6,8 @@
             model.safetensors         or model-00001-of-0000N.safetensors and an index
             lists.bin                 digests of the tensors' leaves
             manifest.json
+            group.json                of rank 0's part of a group: the group's manifest
+            KEEP                      if somebody said that the version is to stay
             STABLE                    the marker: version, update, digest of the manifest's header
         records/                      what consumers report
 
@@ -31,6 +33,7 @@ from rl_bridge.memory import segment as leases
 from rl_bridge.memory.control import Record
 from rl_bridge.memory.holding import Holding
 from rl_bridge.transports.files.store import (
+    KEPT,
     MARKER,
     MAX_MARKER_NBYTES,
     MAX_RECORD_NBYTES,
@@ -135,6 +138,28 @@ class DirectoryStore(VersionStore):
         """See `VersionStore.remove`."""
         return _remove(self.root / name)
 
+    def keep(self, name: str, *, is_kept: bool) -> None:
+        """See `VersionStore.keep`; the lease that is held meanwhile keeps the collector out."""
+        folder = self.root / name
+        with self.leased(name):
+            try:
+                if is_kept:
+                    _replace_durably(folder, KEPT, b"")
+                else:
+                    (folder / KEPT).unlink(missing_ok=True)
+                    _sync_folder(folder)
+            except OSError as error:
+                said = "kept" if is_kept else "let go"
+                msg = (
+                    f"{name} in {self} cannot be {said}: {error.strerror}. Use an account that may "
+                    "write there."
+                )
+                raise WeightBridgeUnavailableError(msg) from error
+
+    def is_kept(self, name: str) -> bool:
+        """See `VersionStore.is_kept`."""
+        return _is_kept(self.root / name)
+
     def open_record(self, name: str) -> RecordFile:
         """See `VersionStore.open_record`."""
         return _Record(self.root / RECORDS / f"{name}.record")
@@ -238,9 +263,11 @@ class _Writer(VersionWriter):
             self._store.remove(name)
             raise
 
-    def seal_anew(self, name: str, lease: Lease, header: str) -> Lease:
-        folder = self._store.root / name
-        _write_marker(folder, lease.marker.model_copy(update={"header": header}))
+    def add(self, name: str, file: str, content: bytes) -> None:
+        _replace_durably(self._store.root / name, file, content)
+
+    def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
+        _write_marker(self._store.root / name, marker)
         lease.close()
         return self._store.lease(name)
 
@@ -289,11 +316,16 @@ def _sync_folder(folder: Path) -> None:
 
 def _write_marker(folder: Path, marker: Marker) -> None:
     """Make a version visible: all of it must be on disk. A marker that is there is replaced."""
-    beside = folder / f".{MARKER}"
+    _replace_durably(folder, MARKER, marker.model_dump_json().encode())
+
+
+def _replace_durably(folder: Path, name: str, content: bytes) -> None:
+    """Write a file in one step: whoever looks sees all of it, or what was there before."""
+    beside = folder / f".{name}"
     with suppress(FileNotFoundError):
         beside.unlink()
-    write_durably(beside, [marker.model_dump_json().encode()])
-    beside.rename(folder / MARKER)
+    write_durably(beside, [content])
+    beside.rename(folder / name)
     _sync_folder(folder)
 
 
@@ -425,8 +457,19 @@ def _is_unmarked(folder: Path) -> bool:
     return False
 
 
+def _is_kept(folder: Path) -> bool:
+    """Whether a version is to stay; what cannot be asked is."""
+    try:
+        (folder / KEPT).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _remove(folder: Path) -> bool:
-    """Remove a version that nobody reads: the marker first. Returns whether it is gone."""
+    """Remove a version that nobody reads or keeps: the marker first. Returns whether it is gone."""
     try:
         fd = os.open(folder / MARKER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -435,7 +478,7 @@ def _remove(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        if not leases.try_exclusive(fd):
+        if not leases.try_exclusive(fd) or _is_kept(folder):
             return False
         (folder / MARKER).unlink(missing_ok=True)
         _sync_folder(folder)

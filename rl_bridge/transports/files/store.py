@@ -9,7 +9,14 @@ is no version, and is removed by the next publisher of its rank. Versions are or
 published (`Marker.sequence`): a trainer that begins anew at an earlier step goes on behind what is
 there.
 
-**Leased while read.** What somebody holds a lease of is not removed.
+**Leased while read.** What somebody holds a lease of is not removed, and neither is what somebody
+said to keep.
+
+**A group is whole or absent.** Of a version that several ranks published, each rank writes a part.
+The first rank's part holds the group's manifest, and its marker says when all ranks have committed
+the version (`Marker.is_committed`). Until then, and if they never do, the parts are no version.
+`rl_bridge.transports.files.retention` tells from the markers alone what is offered, and what is not
+to stay.
 
 **Fenced.** One publisher of a rank at a time. Where locks tell that the first one lives, the second
 one is refused; elsewhere the second one takes over, and the first one is refused from then on.
@@ -22,13 +29,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr
 
 from rl_bridge.errors import SegmentError
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record
 
 MARKER, MANIFEST, LISTS, RECORDS = "STABLE", "manifest.json", "lists.bin", "records"
+GROUP_MANIFEST, KEPT = "group.json", "KEEP"
 MAX_MARKER_NBYTES = 4096
 MAX_RECORD_NBYTES = 1 << 20
 _NAME = re.compile(r"^\d{10,19}-[0-9a-f]{12}(?:-(\d+))?$")
@@ -46,7 +54,11 @@ class Marker(BaseModel):
         weight_version: the version.
         update_id: its update.
         rank: of its publisher.
-        header: digest of the manifest's header, 32 hexadecimal digits.
+        header: digest of the manifest's header, 32 hexadecimal digits; of a part, once its ranks
+            have voted, of the group's.
+        part: of a part, its place in the group; None: a whole version.
+        world_size: of the group.
+        is_committed: in the marker of a group's first part: all ranks published the version.
 
     """
 
@@ -58,6 +70,9 @@ class Marker(BaseModel):
     update_id: StrictStr
     rank: StrictInt
     header: StrictStr
+    part: StrictInt | None = None
+    world_size: StrictInt = 1
+    is_committed: StrictBool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +158,18 @@ class VersionWriter(ABC):
         """
 
     @abstractmethod
-    def seal_anew(self, name: str, lease: Lease, header: str) -> Lease:
-        """Put another header into the marker of a version; returns the lease to hold now.
+    def add(self, name: str, file: str, content: bytes) -> None:
+        """Write one more small file into a version, durably; it replaces one of that name.
+
+        Raises:
+            OSError: it cannot be written.
+            WeightBridgeError: the same.
+
+        """
+
+    @abstractmethod
+    def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
+        """Put another marker in the place of a version's; returns the lease to hold now.
 
         Raises:
             OSError: it cannot be written.
@@ -258,16 +283,19 @@ class VersionStore(ABC):
     def manifest(self, version: StoredVersion) -> WeightUpdateManifest:
         """The manifest beside a marker, which must be the one that the marker was made for.
 
+        Of a group's first part it is the group's.
+
         Raises:
             SegmentError: it is gone, or another one.
             WeightManifestValidationError: it cannot be read.
 
         """
-        text = self.read_small(version.name, MANIFEST).decode()
+        file = MANIFEST if version.marker.part is None else GROUP_MANIFEST
+        text = self.read_small(version.name, file).decode()
         manifest = WeightUpdateManifest.of(text, caller="VersionStore.manifest")
         if manifest.header_digest.hex() != version.marker.header:
             msg = (
-                f"{MANIFEST} of {version.name} in {self} is not what version "
+                f"{file} of {version.name} in {self} is not what version "
                 f"{version.marker.weight_version} was published with: expected a header of digest "
                 f"{version.marker.header}, got {manifest.header_digest.hex()}. Take another "
                 "version."
@@ -292,7 +320,24 @@ class VersionStore(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> bool:
-        """Remove a version that nobody reads: the marker first. Returns whether it is gone."""
+        """Remove a version that nobody reads or keeps: the marker first.
+
+        Returns whether it is gone.
+        """
+
+    @abstractmethod
+    def keep(self, name: str, *, is_kept: bool) -> None:
+        """Have a version stay until it is said to be kept no more: `remove` leaves it alone.
+
+        Raises:
+            VersionNotFound: it is gone.
+            WeightBridgeUnavailableError: the store cannot be written.
+
+        """
+
+    @abstractmethod
+    def is_kept(self, name: str) -> bool:
+        """Whether somebody said to keep a version; False of one that is gone."""
 
     # ---- what consumers report
 

@@ -29,6 +29,7 @@ from rl_bridge.errors import MalformedManifest, SegmentError, WeightBridgeError
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
@@ -39,7 +40,15 @@ from rl_bridge.memory.views import Attachment, Pin, anonymous_pin
 from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
 from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.layout import INDEX, Chunk, FileLayout, layout_of
+from rl_bridge.transports.files.retention import (
+    offered,
+    parts_of,
+    surplus,
+    update_id_of,
+)
 from rl_bridge.transports.files.store import (
+    GROUP_MANIFEST,
+    KEPT,
     LISTS,
     MANIFEST,
     MARKER,
@@ -58,7 +67,7 @@ _MIN_FILE_NBYTES = 1 << 20
 _REMEMBERED = 64
 _ONCE = 1  # what is in a directory is never written again
 ADAPTER_CONFIG = "adapter_config.json"
-_OWN = frozenset({MARKER, MANIFEST, LISTS, ADAPTER_CONFIG, INDEX})
+_OWN = frozenset({MARKER, MANIFEST, GROUP_MANIFEST, LISTS, ADAPTER_CONFIG, INDEX, KEPT})
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -150,22 +159,39 @@ class Files(Transport):
         self._num_threads = checked_threads(num_threads)
 
     def stored(self) -> Iterator[tuple[int, WeightUpdateManifest]]:
-        """Sequence and manifest of the versions that one publisher published, the newest first.
+        """Sequence and manifest of the versions that are there, the newest first.
 
+        A version of several ranks is there if all of them published it, and all its parts are.
         What cannot be read is logged and left out.
 
         Raises:
             WeightBridgeUnavailableError: the directory cannot be read.
 
         """
-        for version in reversed(self.store.visible()):
+        for version in reversed(offered(self.store.visible())):
             try:
                 manifest = self.store.manifest(version)
             except (WeightBridgeError, ValueError):
                 _LOG.warning("%s in %s is left out", version.name, self.store, exc_info=True)
                 continue
-            if manifest.weight_layout.world_size == 1:
-                yield version.marker.sequence, manifest
+            yield version.marker.sequence, manifest
+
+    def keep(self, update_id: str, *, is_kept: bool) -> None:
+        """Have all parts of a version stay, or let them go again.
+
+        Raises:
+            VersionNotFound: it is not there.
+            WeightBridgeUnavailableError: the store cannot be read or written.
+
+        """
+        visible = self.store.visible()
+        for one in offered(visible):
+            if update_id_of(one, visible) == update_id:
+                for part in parts_of(one, visible):
+                    self.store.keep(part.name, is_kept=is_kept)
+                return
+        # A part that lost its group may have to be let go as well.
+        self.store.keep(self.store.find(update_id), is_kept=is_kept)
 
     @classmethod
     def probe(cls) -> Availability:
@@ -227,6 +253,7 @@ class FilesPublisher(PublisherEnd):
         self.names: dict[str, str] = {}
         self._leases: dict[str, Lease] = {}  # of the same
         self._nbytes: dict[str, int] = {}
+        self._joined: set[str] = set()  # parts of groups that all ranks have published
         self._collect()
         if fenced:  # records of earlier publishers of this rank: there is one at a time
             store.remove_records(f"{rank}-", but=self._records)
@@ -248,15 +275,47 @@ class FilesPublisher(PublisherEnd):
 
     def seal_header(self, update_id: str, digest: bytes) -> None:
         """Keep the digest for the marker; a version that is visible gets a new one."""
-        self._headers[update_id] = digest
-        if (name := self.names.get(update_id)) is not None:
-            lease = self._leases[update_id]
+        if update_id in self.names:
+            self._seal_anew(update_id, header=digest.hex())
+        else:
+            self._headers[update_id] = digest
+
+    def _seal_anew(self, update_id: str, **changed: object) -> None:
+        name, lease = self.names[update_id], self._leases[update_id]
+        marker = lease.marker.model_copy(update=changed)
+        try:
+            self._leases[update_id] = self._writer.seal_anew(name, lease, marker)
+        except OSError as error:
+            raise self._unwritable(name, error) from error
+
+    def join_group(self, update_id: str, group: GroupManifest) -> None:
+        """Keep the group's manifest beside its first part, and its header in the part's marker."""
+        name = self.names.get(update_id)
+        if name is not None and group.parts[0].update_id == update_id:
             try:
-                self._leases[update_id] = self._writer.seal_anew(name, lease, digest.hex())
+                self._writer.add(name, GROUP_MANIFEST, group.to_json().encode())
             except OSError as error:
                 raise self._unwritable(name, error) from error
+        self.seal_header(update_id, group.header_digest)
 
-    def show(self, manifest: WeightUpdateManifest) -> None:
+    def show_group(self, update_id: str) -> None:
+        """Note in the marker of a group's first part that it is published: this offers it.
+
+        Other ranks know what they published, and the next publisher of theirs finds that marker.
+        """
+        if update_id not in self.names:
+            return
+        self._joined.add(update_id)
+        if self._leases[update_id].marker.part == 0:
+            try:
+                self._seal_anew(update_id, is_committed=True)
+            except WeightBridgeError:
+                _LOG.exception(
+                    "%s in %s is published, and not listed", self.names[update_id], self.store
+                )
+        self._collect()
+
+    def show(self, manifest: WeightUpdateManifest, *, is_part: bool) -> None:
         """Write a version durably, and then its marker."""
         update_id, arena = manifest.update_id, self._arena
         assert arena is not None  # as it was carried just now
@@ -270,6 +329,8 @@ class FilesPublisher(PublisherEnd):
             update_id=update_id,
             rank=self._rank,
             header=self._headers.pop(update_id).hex(),
+            part=manifest.weight_layout.rank if is_part else None,
+            world_size=manifest.weight_layout.world_size if is_part else 1,
         )
         try:
             lease = self._writer.write(name, self._contents(manifest, layout, arena), marker)
@@ -277,7 +338,8 @@ class FilesPublisher(PublisherEnd):
             raise self._unwritable(name, error) from error
         self.names[update_id], self._leases[update_id] = name, lease
         self._nbytes[update_id] = sum(file.nbytes for file in layout.files)
-        self._collect()
+        if not is_part:  # none takes the place of older versions before all ranks have published
+            self._collect()
 
     def _contents(
         self, manifest: WeightUpdateManifest, layout: FileLayout, arena: Pin
@@ -326,11 +388,15 @@ class FilesPublisher(PublisherEnd):
 
     def _remove_old(self) -> None:
         held = set(self.names.values())
-        own = [one for one in self.store.visible() if one.marker.rank == self._rank]
-        for one in own[: max(0, len(own) - self._keep_last)]:
-            is_kept = self._keep_every and not one.marker.weight_version % self._keep_every
-            if one.name not in held and not is_kept:
-                self.store.remove(one.name)
+        for one in surplus(
+            self.store.visible(),
+            self._rank,
+            keep_last=self._keep_last,
+            keep_every=self._keep_every,
+            joined=self._joined,
+        ):
+            if one.name not in held and self.store.remove(one.name):
+                self._joined.discard(one.marker.update_id)
         self._writer.sweep()
 
     @property

@@ -1,0 +1,82 @@
+"""Which versions of a store are offered, and which are not to stay: markers alone tell it.
+
+A version that one publisher published whole is offered once it is visible. One that several ranks
+published is offered once the marker of its first part says that all ranks have, as long as all
+parts are there: each part's marker has the group's header.
+"""
+
+from collections.abc import Collection, Iterable
+
+from rl_bridge.manifest.group import group_update_id
+from rl_bridge.transports.files.store import StoredVersion
+
+__all__ = ["offered", "parts_of", "surplus", "update_id_of"]
+
+
+def offered(visible: Iterable[StoredVersion]) -> list[StoredVersion]:
+    """Those that can be imported, in the given order; a group's first part stands for the group."""
+    visible = list(visible)
+    return [
+        one
+        for one in visible
+        if one.marker.part is None
+        or (one.marker.is_committed and len(parts_of(one, visible)) == one.marker.world_size)
+    ]
+
+
+def parts_of(version: StoredVersion, visible: Iterable[StoredVersion]) -> list[StoredVersion]:
+    """The versions that hold the bytes of an offered one: its parts, by rank, or itself."""
+    marker = version.marker
+    if marker.part is None:
+        return [version]
+    found = {
+        one.marker.part: one
+        for one in visible
+        if one.marker.part is not None and one.marker.header == marker.header
+    }
+    return [found[place] for place in range(marker.world_size) if place in found]
+
+
+def update_id_of(version: StoredVersion, visible: Iterable[StoredVersion]) -> str:
+    """The update that an offered version is of: a group's, where it stands for one."""
+    if version.marker.part is None:
+        return version.marker.update_id
+    return group_update_id(one.marker.update_id for one in parts_of(version, visible))
+
+
+def surplus(
+    visible: Iterable[StoredVersion],
+    rank: int,
+    *,
+    keep_last: int,
+    keep_every: int | None,
+    joined: Collection[str] = (),
+) -> list[StoredVersion]:
+    """Versions of a rank that are not to stay.
+
+    Ranks that are given the same numbers find the same versions. Parts of groups that were not
+    published are among them, and do not count.
+
+    Args:
+        visible: all versions of the store, in the order of their publication.
+        rank: the publisher's.
+        keep_last: how many of the newest stay.
+        keep_every: versions that are multiples of it stay.
+        joined: updates of parts whose groups are known to be published, whatever markers say yet.
+
+    """
+    visible = list(visible)
+    committed = {one.marker.header for one in visible if one.marker.is_committed}
+    published: list[StoredVersion] = []
+    found: list[StoredVersion] = []
+    for one in visible:
+        marker = one.marker
+        if marker.rank == rank:
+            is_published = (
+                marker.part is None or marker.header in committed or marker.update_id in joined
+            )
+            (published if is_published else found).append(one)
+    older = published[: max(0, len(published) - keep_last)]
+    return found + [
+        one for one in older if not keep_every or one.marker.weight_version % keep_every
+    ]
