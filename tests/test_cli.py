@@ -25,7 +25,10 @@ from tests.cli_program import Said, call, run
 from tests.groups.meshes import shards
 from tests.groups.rig import damage, trainers
 
-COMMANDS = {"demo", "bench", "doctor", "inspect", "verify", "gc", "sidecar"}
+COMMANDS = {
+    *("demo", "bench", "doctor", "inspect", "verify", "gc", "sidecar", "export", "publish"),
+    *(f"files {name}" for name in ("ls", "show", "verify", "gc")),
+}
 WEIGHTS = {
     "layers.0.weight": torch.arange(60_000, dtype=torch.float32).reshape(200, 300),
     "layers.1.weight": torch.ones(70_000, dtype=torch.bfloat16),
@@ -76,10 +79,13 @@ def test_the_entry_point_is_the_same_program() -> None:
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_has_help(command: str, flag: str) -> None:
-    said = call(command, flag)
+    *group, name = command.split()
+    said = call(*group, name, flag)
     assert said.code == 0
     assert f"Usage: rl-bridge {command}" in said.out
-    (info,) = (i for i in app.registered_commands if i.callback and i.callback.__name__ == command)
+    typers = [i.typer_instance for i in app.registered_groups if [i.name] == group] or [app]
+    commands = [i for one in typers if one is not None for i in one.registered_commands]
+    (info,) = (i for i in commands if i.callback and i.callback.__name__ == name)
     assert info.callback is not None
     assert (info.callback.__doc__ or "").splitlines()[0] in said.out
     assert said.out.count("--") > 1, "an option without a word of help"
@@ -96,6 +102,9 @@ def test_every_command_has_help(command: str, flag: str) -> None:
         ("verify", __file__, "--directory", "/nowhere"),
         ("gc", __file__),
         ("gc", "/nowhere"),
+        ("files",),
+        ("files", "show", "/nowhere"),
+        ("publish", "/nowhere", "--url", "/tmp/run"),
         ("bench", "--mib", "0"),
         ("bench", "--mib", "1000000000"),
     ],

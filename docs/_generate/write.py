@@ -7,7 +7,7 @@ tests of the documentation compare what is there with what this script would wri
 import ast
 import re
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -50,14 +50,21 @@ def _option(parameter: Any) -> str:
     return f"| {names} | {text.strip()} |"
 
 
+def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All commands by what is typed, those of groups behind their group."""
+    for name, command in group.commands.items():
+        yield f"{prefix}{name}", command
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix}{name} ")
+
+
 def _command_line() -> str:
     from typer.main import get_command
 
     from rl_bridge.cli.program import app
 
-    group: Any = get_command(app)
     parts = []
-    for name, command in group.commands.items():
+    for name, command in _commands(get_command(app)):
         shown = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
         parts.append(f"## rl-bridge {name}\n\n{shown}")
         rows = [_option(item) for item in command.params if item.name != "help"]

@@ -130,14 +130,14 @@ def _header_facts(manifest: WeightUpdateManifest) -> dict[str, str | Text]:
         "root": manifest.root,
         "publisher": manifest.publisher_id,
         "source": f"{plain(manifest.source_worker)}, rank {manifest.source_rank}",
-        "created": _moment(manifest.created_at),
+        "created": moment(manifest.created_at),
         **_ways(manifest),
         # Canonical JSON is ASCII without control characters: harmless to a terminal.
         "metadata": canonical_json(metadata) if metadata else "none",
     }
 
 
-def _moment(created_at: float) -> str:
+def moment(created_at: float) -> str:
     """Write a manifest's time, which may be anything."""
     try:
         moment = datetime.fromtimestamp(created_at, tz=UTC)

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
+from rl_bridge.cli import files
 from rl_bridge.cli.bench import bench
 from rl_bridge.cli.doctor import doctor
 from rl_bridge.cli.inspect import inspect
@@ -266,8 +267,17 @@ def _program(
     """Weight updates from RL trainers to rollout engines, as transactions."""
 
 
-for _command in (demo, bench, doctor, inspect, verify, gc, sidecar):
+for _command in (demo, bench, doctor, inspect, verify, gc, sidecar, files.export, files.publish):
     app.command(cls=_Command)(_command)
+
+_files = typer.Typer(
+    help="Versions in files: list, show, verify and remove them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+for _of_files in (files.ls, files.show, files.verify, files.gc):
+    _files.command(cls=_Command)(_of_files)
+app.add_typer(_files, name="files")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

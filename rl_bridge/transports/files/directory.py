@@ -21,8 +21,9 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from rl_bridge.transports.files.store import (
 )
 
 _MAX_IOVECS = 1024
+_BEGUN = re.compile(r"^\.(\d+)-[0-9a-f]{32}$")
 
 
 class DirectoryStore(VersionStore):
@@ -99,6 +101,15 @@ class DirectoryStore(VersionStore):
         """See `VersionStore.lease`."""
         return _MarkerLock(self.root / name)
 
+    def files(self, name: str) -> dict[str, int]:
+        """See `VersionStore.files`."""
+        folder = self.root / name
+        try:
+            found = [(path.name, path.lstat()) for path in sorted(folder.iterdir())]
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+        return {file: facts.st_size for file, facts in found if stat.S_ISREG(facts.st_mode)}
+
     def read_small(self, name: str, file: str) -> bytes:
         """See `VersionStore.read_small`."""
         path = self.root / name / file
@@ -128,8 +139,8 @@ class DirectoryStore(VersionStore):
             self.root.mkdir(exist_ok=True)
             (self.root / RECORDS).mkdir(exist_ok=True)
             if is_new:
-                _sync_folder(self.root)
-                _sync_folder(self.root.parent)
+                sync_folder(self.root)
+                sync_folder(self.root.parent)
         except OSError as error:
             raise _unusable(self.root, error) from error
         return _Writer(self, rank, fenced=fenced)
@@ -147,7 +158,7 @@ class DirectoryStore(VersionStore):
                     _replace_durably(folder, KEPT, b"")
                 else:
                     (folder / KEPT).unlink(missing_ok=True)
-                    _sync_folder(folder)
+                    sync_folder(folder)
             except OSError as error:
                 said = "kept" if is_kept else "let go"
                 msg = (
@@ -159,6 +170,61 @@ class DirectoryStore(VersionStore):
     def is_kept(self, name: str) -> bool:
         """See `VersionStore.is_kept`."""
         return _is_kept(self.root / name)
+
+    def is_leased(self, name: str) -> bool:
+        """See `VersionStore.is_leased`."""
+        try:
+            fd = os.open(self.root / name / MARKER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            return leases.is_held(fd)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+
+    def unfinished(self) -> dict[str, int]:
+        """See `VersionStore.unfinished`."""
+        found: dict[str, int] = {}
+        try:
+            for path in sorted(self.root.iterdir()):
+                rank = rank_of(path.name)
+                if rank is not None and _is_unmarked(path):
+                    found[path.name] = rank
+                elif begun := _BEGUN.match(path.name):
+                    found[path.name] = int(begun[1])
+        except OSError as error:
+            raise _unusable(self.root, error) from error
+        return found
+
+    def discard(self, name: str) -> None:
+        """See `VersionStore.discard`."""
+        shutil.rmtree(self.root / name, ignore_errors=True)
+
+    @contextmanager
+    def without_publisher(self, rank: int) -> Iterator[bool]:
+        """See `VersionStore.without_publisher`: one that is fenced holds a lock, others do not."""
+        held = Holding(self)
+        path = self.root / f".writer-{rank}"
+        try:
+            try:
+                fd = held.open(os.open, path, os.O_RDWR | os.O_CLOEXEC)
+                is_free = leases.try_exclusive(fd)
+            except FileNotFoundError:  # no fenced one ever published
+                yield False
+                return
+            except OSError as error:
+                raise _unusable(self.root, error) from error
+            if not is_free:
+                msg = (
+                    f"{self} has a publisher of rank {rank}, which removes older versions itself. "
+                    "Let it, or close that bridge first."
+                )
+                raise WeightBridgeUnavailableError(msg)
+            yield True
+        finally:
+            held.dispose()
 
     def open_record(self, name: str) -> RecordFile:
         """See `VersionStore.open_record`."""
@@ -251,9 +317,9 @@ class _Writer(VersionWriter):
             made.mkdir()
             for file, pieces in files:
                 write_durably(made / file, pieces)
-            _sync_folder(made)
+            sync_folder(made)
             made.rename(folder)
-            _sync_folder(root)
+            sync_folder(root)
             ranks = [one for one in self._store.visible() if one.marker.rank == self._rank]
             sequence = ranks[-1].marker.sequence + 1 if ranks else 1
             _write_marker(folder, marker.model_copy(update={"sequence": sequence}))
@@ -274,11 +340,9 @@ class _Writer(VersionWriter):
     def sweep(self) -> None:
         if not self._is_fenced:
             return
-        unfinished = re.compile(rf"^\.{self._rank}-[0-9a-f]{{32}}$")
-        for path in self._store.root.iterdir():
-            is_begun = rank_of(path.name) == self._rank and _is_unmarked(path)
-            if unfinished.match(path.name) or is_begun:
-                shutil.rmtree(path, ignore_errors=True)
+        for name, rank in self._store.unfinished().items():
+            if rank == self._rank:
+                self._store.discard(name)
 
     def close(self) -> None:
         self._held.dispose()
@@ -305,7 +369,7 @@ def write_durably(path: Path, pieces: Sequence[Any]) -> None:
         os.close(fd)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Sync a directory's own entries."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -326,7 +390,7 @@ def _replace_durably(folder: Path, name: str, content: bytes) -> None:
         beside.unlink()
     write_durably(beside, [content])
     beside.rename(folder / name)
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -481,7 +545,7 @@ def _remove(folder: Path) -> bool:
         if not leases.try_exclusive(fd) or _is_kept(folder):
             return False
         (folder / MARKER).unlink(missing_ok=True)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError:
         return False
     finally:

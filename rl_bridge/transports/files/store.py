@@ -237,6 +237,16 @@ class VersionStore(ABC):
         """
 
     @abstractmethod
+    def files(self, name: str) -> dict[str, int]:
+        """Names of all files of a version, or of something `unfinished`, and their sizes.
+
+        Raises:
+            VersionNotFound: it is gone.
+            SegmentError: it cannot be read.
+
+        """
+
+    @abstractmethod
     def read_small(self, name: str, file: str) -> bytes:
         """Content of a small file of a version.
 
@@ -338,6 +348,39 @@ class VersionStore(ABC):
     @abstractmethod
     def is_kept(self, name: str) -> bool:
         """Whether somebody said to keep a version; False of one that is gone."""
+
+    @abstractmethod
+    def is_leased(self, name: str) -> bool:
+        """Whether somebody reads a version now; False of one that is gone."""
+
+    @abstractmethod
+    def unfinished(self) -> dict[str, int]:
+        """What was begun and has no marker: its name, and the rank of its publisher.
+
+        A publisher that lives may be writing it.
+
+        Raises:
+            WeightBridgeUnavailableError: the store cannot be read.
+
+        """
+
+    @abstractmethod
+    def discard(self, name: str) -> None:
+        """Remove something `unfinished`; best effort."""
+
+    @contextmanager
+    def without_publisher(self, rank: int) -> Iterator[bool]:
+        """Keep publishers of a rank out meanwhile, as far as that is possible here.
+
+        Yields:
+            whether it is certain that none lives; then what is unfinished may be removed.
+
+        Raises:
+            WeightBridgeUnavailableError: one lives.
+
+        """
+        del rank
+        yield False
 
     # ---- what consumers report
 

@@ -7,7 +7,6 @@ engine that starts later installs the newest one.
 """
 
 import errno
-import json
 import logging
 import os
 import time
@@ -26,7 +25,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from rl_bridge.errors import MalformedManifest, SegmentError, WeightBridgeError
-from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.group import GroupManifest
@@ -38,6 +36,7 @@ from rl_bridge.memory.passes import checked_count, checked_flag, checked_threads
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Attachment, Pin, anonymous_pin
 from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
+from rl_bridge.transports.files.checkpoint import ADAPTER_CONFIG, config_for_peft, is_config
 from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.layout import INDEX, Chunk, FileLayout, layout_of
 from rl_bridge.transports.files.retention import (
@@ -48,10 +47,8 @@ from rl_bridge.transports.files.retention import (
 )
 from rl_bridge.transports.files.store import (
     GROUP_MANIFEST,
-    KEPT,
     LISTS,
     MANIFEST,
-    MARKER,
     FileContent,
     Lease,
     Marker,
@@ -66,9 +63,6 @@ _LOG = logging.getLogger(__name__)
 _MIN_FILE_NBYTES = 1 << 20
 _REMEMBERED = 64
 _ONCE = 1  # what is in a directory is never written again
-ADAPTER_CONFIG = "adapter_config.json"
-_OWN = frozenset({MARKER, MANIFEST, GROUP_MANIFEST, LISTS, ADAPTER_CONFIG, INDEX, KEPT})
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 
 
 class FilesHandle(BaseModel):
@@ -354,12 +348,11 @@ class FilesPublisher(PublisherEnd):
         yield LISTS, [memory[table.leaves_offset : table.leaves_offset + table.lists_nbytes]]
         if layout.index:
             yield INDEX, [layout.index.encode()]
-        config = None if manifest.adapter is None else _config_for_peft(manifest)
+        config = config_for_peft(manifest)
         if config is not None:
-            text = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True)
-            yield ADAPTER_CONFIG, [text.encode()]
+            yield ADAPTER_CONFIG, [config]
         for path in [] if self._config_dir is None else sorted(self._config_dir.iterdir()):
-            if path.is_file() and path.name not in _OWN and not path.name.endswith(_WEIGHTS):
+            if path.is_file() and is_config(path.name):
                 yield path.name, [path.read_bytes()]
         yield MANIFEST, [manifest.to_json().encode()]
 
@@ -580,29 +573,3 @@ class FilesConsumer(ConsumerEnd):
         while self._records:
             self._records.popitem()[1].close()
         self._store.close()
-
-
-def _config_for_peft(manifest: WeightUpdateManifest) -> dict[str, Any] | None:
-    """PEFT's configuration of an adapter; None if PEFT would read other scalings out of it.
-
-    Without the file nobody loads the adapter as PEFT's, and scales it wrongly: readers over a
-    bridge have the scalings in the manifest.
-    """
-    spec, table = manifest.adapter, manifest.table
-    assert spec is not None  # just asked
-    config = thaw(spec.config)
-    assert isinstance(config, dict)  # as the spec was checked
-    shapes = {name: table.shapes[row] for name, row in table.rows.items()}
-    modules = [pair.module for pair in spec.pairs(shapes)]
-    try:
-        read = AdapterSpec.of_peft(spec.name, config, modules)
-    except MalformedManifest:  # no rank or alpha in it
-        read = None
-    if read is None or any(read.scaling_of(one) != spec.scaling_of(one) for one in modules):
-        _LOG.warning(
-            "adapter %s is written without %s: its configuration does not tell its scalings",
-            spec.name,
-            ADAPTER_CONFIG,
-        )
-        return None
-    return {"peft_type": "LORA", **config}
