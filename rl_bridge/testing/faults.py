@@ -38,6 +38,7 @@ from rl_bridge.transports.base import (
 from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
 from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.layout import layout_of
+from rl_bridge.transports.files.objects import ObjectStore
 from rl_bridge.transports.files.transport import FilesPublisher
 from rl_bridge.transports.registry import transport_class
 
@@ -165,11 +166,12 @@ def locate_in_files(
 ) -> Callable[[int], int]:
     """Find the bytes of an update's arena in a mapping of its files: the transport ``files``."""
     assert isinstance(end, FilesPublisher)
+    assert isinstance(end.store, DirectoryStore | ObjectStore)  # of fsspec's local file system
     name = end.names.get(update_id)
     if name is None:  # it is carried, and not written yet
         return lambda offset: end.arena_address + offset
-    assert isinstance(end.store, DirectoryStore)
-    folder = end.store.root / name
+    store = end.store
+    folder = store.root / name if isinstance(store, DirectoryStore) else Path(store.path(name))
     text = (folder / "manifest.json").read_text(encoding="utf-8")
     table = WeightUpdateManifest.from_json(text).table
 

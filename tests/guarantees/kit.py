@@ -67,6 +67,10 @@ class LocatedFiles(Files):
     locate: ClassVar[Locate] = staticmethod(locate_in_files)
 
 
+def _files(url: object) -> dict[str, Any]:
+    return {"url": url, "keep_last": 0, "fenced": False, "timeout_s": 0.05}
+
+
 TRANSPORTS: Mapping[str, Callable[[Path], tuple[Any, dict[str, Any]]]] = {
     "local-clone": lambda _: (REGISTERED["local-clone"], {}),
     "shared-memory": lambda _: (REGISTERED["shared-memory"], {}),
@@ -74,7 +78,11 @@ TRANSPORTS: Mapping[str, Callable[[Path], tuple[Any, dict[str, Any]]]] = {
     "cuda-vmm-on-host": lambda _: (HostVMM, {}),
     "cuda-ipc-on-host": lambda _: (HostIPC, {}),
     "broadcast": lambda _: (REGISTERED["broadcast"], {"timeout_s": 20.0}),
-    "files": lambda path: (LocatedFiles, {"url": path / "run", "keep_last": 0, "fenced": False}),
+    "files": lambda path: (LocatedFiles, _files(path / "run")),
+    "files-in-objects": lambda path: (
+        LocatedFiles,
+        {**_files(f"local://{path}/run"), "storage_options": {"auto_mkdir": True}},
+    ),
 }
 """Every transport that runs on a CPU, with its options; those of GPUs with a driver that stands on
 host memory."""

@@ -44,7 +44,7 @@ class TestFiles(TransportSuite):
 
     @pytest.fixture
     def transport_kwargs(self, tmp_path: Path) -> dict[str, Any]:
-        return {"url": tmp_path / "run", "keep_last": 0, "fenced": False}
+        return {"url": tmp_path / "run", "keep_last": 0, "fenced": False, "timeout_s": 0.05}
 
 
 # ---- a directory of versions ---------------------------------------------------------------------
@@ -68,6 +68,7 @@ def trainer(run: Path) -> Iterator[FilesTensorBridge]:
 
 
 def files(run: Path | str, **options: Any) -> FilesTensorBridge:
+    options = {"timeout_s": 0.05, **options}
     bridge = make_weight_bridge("files", url=run, suspicious="off", **options)
     assert isinstance(bridge, FilesTensorBridge)
     return bridge
@@ -405,10 +406,34 @@ def test_a_version_that_cannot_be_leased_is_not_left_visible(
     publish(trainer, 3)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "hf://me/run", ""])
-def test_a_url_of_something_else_than_a_directory_is_refused(url: str) -> None:
+@pytest.mark.parametrize("url", ["file://host/run", ""])
+def test_a_url_of_something_else_than_a_store_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="expected a directory"):
         files(url)
+
+
+def test_a_version_that_becomes_visible_late_is_waited_for(
+    trainer: FilesTensorBridge, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = publish(trainer, 1)
+    (folder,) = run.glob("0*")
+    hidden = folder.rename(run / "hidden")
+    looks = itertools.count()
+    find = DirectoryStore.find
+
+    def later(store: DirectoryStore, update_id: str) -> str:
+        if next(looks) == 3:
+            hidden.rename(folder)
+        return find(store, update_id)
+
+    monkeypatch.setattr(DirectoryStore, "find", later)
+    with files(run, timeout_s=60.0) as reader:
+        assert_holds(reader.import_update(manifest), 1)
+    assert next(looks) > 3
+
+
+def test_ranks_write_their_shards_and_nobody_gathers(run: Path) -> None:
+    whole = {"w": torch.arange(12.0).view(4, 3)}
 
 
 # ---- versions of several ranks -------------------------------------------------------------------

@@ -400,6 +400,3 @@ class VersionStore(ABC):
     @abstractmethod
     def remove_records(self, prefix: str, *, but: str = "") -> None:
         """Remove those, but for what begins with `but`; best effort."""
-
-    def close(self) -> None:  # noqa: B027 - directories hold nothing
-        """Release what the store itself holds. Idempotent."""

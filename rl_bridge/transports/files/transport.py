@@ -13,18 +13,18 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
-from rl_bridge.errors import MalformedManifest, SegmentError, WeightBridgeError
+from rl_bridge.errors import MalformedManifest, SegmentError, VersionNotFound, WeightBridgeError
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.group import GroupManifest
@@ -35,10 +35,18 @@ from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import checked_count, checked_flag, checked_threads
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Attachment, Pin, anonymous_pin
-from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
+from rl_bridge.transports.base import (
+    Availability,
+    Carried,
+    ConsumerEnd,
+    PublisherEnd,
+    Transport,
+    checked_seconds,
+)
 from rl_bridge.transports.files.checkpoint import ADAPTER_CONFIG, config_for_peft, is_config
 from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.layout import INDEX, Chunk, FileLayout, layout_of
+from rl_bridge.transports.files.objects import ObjectStore
 from rl_bridge.transports.files.retention import (
     offered,
     parts_of,
@@ -62,7 +70,9 @@ _LOG = logging.getLogger(__name__)
 
 _MIN_FILE_NBYTES = 1 << 20
 _REMEMBERED = 64
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 _ONCE = 1  # what is in a directory is never written again
+_Found = TypeVar("_Found")
 
 
 class FilesHandle(BaseModel):
@@ -78,25 +88,39 @@ class FilesHandle(BaseModel):
     file_nbytes: StrictInt = Field(ge=_MIN_FILE_NBYTES, lt=2**63)
 
 
-def directory_of(url: str | os.PathLike[str]) -> Path:
-    """The directory that a url names.
+def store_of(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, object],
+    request_timeout_s: float,
+    lease_s: float,
+) -> VersionStore:
+    """The store that a url names; nothing is read or made.
 
     Raises:
         TypeError: no text and no path.
-        ValueError: a url of something else.
+        ValueError: no url that fsspec knows.
+        WeightBridgeUnavailableError: a package for such urls is missing.
 
     """
     if isinstance(url, os.PathLike):
-        return Path(url).absolute()
+        return DirectoryStore(Path(url).absolute())
     if not isinstance(url, str):
-        raise TypeError(f"url={url!r}: expected a directory, such as '/mnt/share/run1'.")
+        raise TypeError(f"url={url!r}: expected a directory, such as '/mnt/share/run1', or a url.")
     parts = urlsplit(url)
-    if parts.scheme not in {"", "file"} or parts.netloc or not url:
+    if not url or (parts.scheme == "file" and parts.netloc):
         raise ValueError(
-            f"url={url!r}: expected a directory, such as '/mnt/share/run1'; other stores are not "
-            "read yet. Name a directory that both sides see."
+            f"url={url!r}: expected a directory, such as '/mnt/share/run1', or a url, such as "
+            "s3://bucket/run1. Name one that both sides see."
         )
-    return Path(unquote(parts.path) if parts.scheme else url).absolute()
+    if parts.scheme in {"", "file"}:
+        return DirectoryStore(Path(unquote(parts.path) if parts.scheme else url).absolute())
+    return ObjectStore(
+        url,
+        storage_options=storage_options,
+        request_timeout_s=request_timeout_s,
+        lease_s=lease_s,
+    )
 
 
 class Files(Transport):
@@ -115,38 +139,59 @@ class Files(Transport):
         keep_last: int = 2,
         keep_every: int | None = None,
         config_dir: str | os.PathLike[str] | None = None,
-        file_nbytes: int = 5 << 30,
+        file_nbytes: int | None = None,
         fenced: bool = True,
+        storage_options: Mapping[str, object] | None = None,
+        timeout_s: float = 10.0,
+        request_timeout_s: float = 120.0,
+        lease_s: float = 60.0,
         num_threads: int | None = None,
     ) -> None:
         """Configure; both sides of a run take the same `url`.
 
         Args:
-            url: the run's directory; the publisher makes it, but not what it lies in.
+            url: the run's directory; the publisher makes it, but not what it lies in. Or a prefix
+                of an object store, such as ``s3://bucket/run1``, which fsspec reads.
             source_rank: this publisher's rank; the bridge passes its own.
             keep_last: how many of the newest versions stay, released or not; those that were not
                 released stay in any case, as long as their publisher lives.
             keep_every: versions that are multiples of it stay.
             config_dir: whose files but for weights go into each version, such as ``config.json``
                 and the tokenizer's: with them, engines load it as a model.
-            file_nbytes: the largest size of a file, unless a tensor is larger.
-            fenced: a second publisher of the same rank is refused, as long as the first one lives,
-                and what an earlier one did not finish is removed. False lets several publish.
+            file_nbytes: the largest size of a file, unless a tensor is larger. None: 5 GiB in
+                directories, 512 MiB in object stores, where a file is written from memory.
+            fenced: there is one publisher of a rank: a second one is refused as long as the first
+                one lives, or, in object stores, takes over; and what an earlier one did not finish
+                is removed. False lets several publish.
+            storage_options: what fsspec's file system of that url takes, such as ``endpoint_url``.
+            timeout_s: how long a reader waits for a version that is not visible yet where it
+                looks.
+            request_timeout_s: in object stores, the longest wait for one request, such as one that
+                writes a file.
+            lease_s: in object stores, how long the lease of a reader that was killed keeps a
+                version.
             num_threads: threads that copy and digest; None takes the usable cores.
 
         Raises:
             TypeError: an option of the wrong type.
-            ValueError: an option out of its range, or a url of something else than a directory.
+            ValueError: an option out of its range, or a url that fsspec does not know.
+            WeightBridgeUnavailableError: a package for such urls is missing.
 
         """
-        self.store: VersionStore = DirectoryStore(directory_of(url))
+        self._timeout_s = checked_seconds("timeout_s", timeout_s)
+        self.store = store_of(
+            url,
+            storage_options=storage_options or {},
+            request_timeout_s=checked_seconds("request_timeout_s", request_timeout_s),
+            lease_s=checked_seconds("lease_s", lease_s),
+        )
         self._rank = checked_count("source_rank", source_rank + 1) - 1
         self._keep_last = checked_count("keep_last", keep_last + 1) - 1
         self._keep_every = None if keep_every is None else checked_count("keep_every", keep_every)
         self._config_dir = None if config_dir is None else Path(config_dir).absolute()
         if self._config_dir is not None and not self._config_dir.is_dir():
             raise ValueError(f"config_dir={str(config_dir)!r}: expected a directory.")
-        self._file_nbytes = checked_count("file_nbytes", file_nbytes)
+        self._file_nbytes = checked_count("file_nbytes", file_nbytes or self.store.file_nbytes)
         if self._file_nbytes < _MIN_FILE_NBYTES:
             raise ValueError(f"file_nbytes={file_nbytes}: expected {_MIN_FILE_NBYTES} or more.")
         self._fenced = checked_flag("fenced", fenced)
@@ -208,7 +253,7 @@ class Files(Transport):
 
     def consumer_end(self, worker: str, rank: int) -> "FilesConsumer":
         """Open the engine's end."""
-        return FilesConsumer(self.store, worker, rank, self._num_threads)
+        return FilesConsumer(self.store, worker, rank, self._timeout_s, self._num_threads)
 
 
 class FilesPublisher(PublisherEnd):
@@ -434,9 +479,15 @@ class FilesConsumer(ConsumerEnd):
     """See `rl_bridge.transports.base.ConsumerEnd`."""
 
     def __init__(
-        self, store: VersionStore, worker: str, rank: int, num_threads: int | None
+        self,
+        store: VersionStore,
+        worker: str,
+        rank: int,
+        timeout_s: float,
+        num_threads: int | None,
     ) -> None:
         """Read from a run's store."""
+        self._timeout_s = timeout_s
         self._store, self._worker, self._rank = store, worker, rank
         self._num_threads = num_threads
         self._is_closed = False
@@ -458,9 +509,44 @@ class FilesConsumer(ConsumerEnd):
             raise MalformedManifest(msg) from error
         table = manifest.table
         layout = layout_of(table, handle.file_nbytes, is_adapter=manifest.adapter is not None)
+        self._arrivals.commit(self._as_visible(lambda: self._arrival(manifest, layout)))
+        attached = self._arrivals.attach(
+            manifest.update_id, table, generation=_ONCE, num_threads=self._num_threads
+        )
+        assert attached is not None  # as it was committed just now
+        return attached
+
+    def _as_visible(self, look: Callable[[], _Found]) -> _Found:
+        """What a look gives: a file system may show a version, or files of it, a bit later."""
+        until, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                return look()
+            except VersionNotFound:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise
+            time.sleep(min(pause_s, left))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _leased(self, manifest: WeightUpdateManifest) -> tuple[str, Lease]:
+        """Name and lease of a version."""
         name = self._store.find(manifest.update_id)
-        with self._store.leased(name) as marker:
-            self._require_update(name, marker, manifest)
+        lease = self._store.lease(name)
+        if lease.marker.update_id != manifest.update_id:
+            lease.close()
+            msg = (
+                f"{name} in {self._store} holds update {lease.marker.update_id}, expected "
+                f"{manifest.update_id}. Import another version."
+            )
+            raise SegmentError(msg)
+        return name, lease
+
+    def _arrival(self, manifest: WeightUpdateManifest, layout: FileLayout) -> Arrival:
+        """Read a version, leased meanwhile."""
+        name, lease = self._leased(manifest)
+        table = manifest.table
+        try:
             for file in layout.files:  # before memory is taken: a manifest may claim any size
                 self._store.require_size(name, file.name, file.nbytes)
             slot = self._arrivals.reserve(table.arena_nbytes)
@@ -469,21 +555,17 @@ class FilesConsumer(ConsumerEnd):
             except BaseException:
                 self._arrivals.abandon(slot)
                 raise
-            arrival = Arrival(
+            return Arrival(
                 update_id=manifest.update_id,
                 generation=_ONCE,
                 arena_nbytes=table.arena_nbytes,
                 layout_digest=table.digest,
                 slot=slot,
                 digests=digests,
-                header=bytes.fromhex(marker.header),
+                header=bytes.fromhex(lease.marker.header),
             )
-            self._arrivals.commit(arrival)
-        attached = self._arrivals.attach(
-            manifest.update_id, table, generation=_ONCE, num_threads=self._num_threads
-        )
-        assert attached is not None  # as it was committed just now
-        return attached
+        finally:
+            lease.close()
 
     def _read(self, name: str, layout: FileLayout, table: TensorTable, slot: Slot) -> bytes:
         """Read all files into a slot; returns the tensors' digests, made beside that."""
@@ -512,10 +594,8 @@ class FilesConsumer(ConsumerEnd):
 
     def lease(self, manifest: WeightUpdateManifest) -> Attachment:
         """Keep a version that others read, and read no byte of it but the marker."""
-        name = self._store.find(manifest.update_id)
-        lease = self._store.lease(name)
+        _, lease = self._as_visible(lambda: self._leased(manifest))
         try:
-            self._require_update(name, lease.marker, manifest)
             pin = anonymous_pin(1)
         except BaseException:
             lease.close()
@@ -523,14 +603,6 @@ class FilesConsumer(ConsumerEnd):
         pin.header = bytes.fromhex(lease.marker.header)
         weakref.finalize(pin.buffer, lease.close)
         return Attachment(manifest.table, pin, is_part=True)
-
-    def _require_update(self, name: str, marker: Marker, manifest: WeightUpdateManifest) -> None:
-        if marker.update_id != manifest.update_id:
-            msg = (
-                f"{name} in {self._store} holds update {marker.update_id}, expected "
-                f"{manifest.update_id}. Import another version."
-            )
-            raise SegmentError(msg)
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Write it into this consumer's record; best effort."""
@@ -572,4 +644,3 @@ class FilesConsumer(ConsumerEnd):
         self._arrivals.close()
         while self._records:
             self._records.popitem()[1].close()
-        self._store.close()

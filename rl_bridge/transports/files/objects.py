@@ -1,0 +1,676 @@
+"""Versions in an object store, such as S3, through fsspec.
+
+    s3://bucket/run1/
+        0000000007-3f1c0a9be2d4/...   version 7, as in a directory
+        STABLE/0-0000000012           its marker: rank of the publisher, and sequence number
+        leases/0000000007-3f1c0a9be2d4/...
+        records/                      what consumers report
+
+Such a store has no rename and no locks, but it can create an object only if there is none, in one
+request. So **a marker's own name is the commit**: it is created under the next number of its rank,
+and a number is taken once. A publisher that begins takes the next number with a *claim*, a marker
+of no version. Where an older publisher comes back, the number that it would take next is taken by
+that claim: it is refused, however long it slept. For this the highest number of a rank must never
+be free again: before the last version is removed, the number behind it is *filled*, and publishers
+step over that. Claims stay, one small object for each start of a trainer.
+
+**Leases have a time to live.** A reader writes an object with a counter, and counts on in it while
+it reads; a collector takes a lease for dead whose counter it saw unchanged for that time, by its
+own clock: no clocks are compared. A reader writes its lease and then looks for the marker; a
+collector removes the marker and then looks for leases. One of them sees the other. A reader that
+slept past its lease may find the data gone, but never other data: it digests every byte.
+
+What a store must have for this, it is asked once, by doing it: see `ObjectStore.open_writer`.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
+
+from rl_bridge.errors import SegmentError, VersionNotFound, WeightBridgeUnavailableError
+from rl_bridge.memory.control import Record
+from rl_bridge.transports.files.store import (
+    MARKER,
+    RECORDS,
+    FileContent,
+    Lease,
+    Marker,
+    RecordFile,
+    StoredVersion,
+    VersionStore,
+    VersionWriter,
+    is_of,
+    is_version,
+    rank_of,
+    version_name,
+)
+
+_LOG = logging.getLogger(__name__)
+
+LEASES = "leases"
+_NO_UPDATE = ""  # the update of a claim, and of what only fills a number
+_CLOSED = b"closed"
+_READERS = 16
+_FILE_NBYTES = 512 << 20  # what is written at once, from memory
+_REPORT_S = 1.0  # the longest that a report is waited for
+_BEATS = 3  # in the time that a lease lives unchanged
+
+
+class ObjectStore(VersionStore):
+    """A prefix of an object store."""
+
+    num_readers = _READERS
+    file_nbytes = _FILE_NBYTES
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        storage_options: Mapping[str, object],
+        request_timeout_s: float,
+        lease_s: float,
+    ) -> None:
+        """Open it by fsspec.
+
+        Args:
+            url: such as ``s3://bucket/run1``.
+            storage_options: for fsspec's file system, such as ``endpoint_url``.
+            request_timeout_s: the longest wait for one request.
+            lease_s: how long a lease lives whose reader says nothing.
+
+        Raises:
+            WeightBridgeUnavailableError: fsspec, or the package for this kind of url, is missing.
+            ValueError: no url of fsspec's.
+
+        """
+        self._url, self._timeout_s = url, request_timeout_s
+        try:
+            from fsspec.asyn import AsyncFileSystem
+            from fsspec.core import url_to_fs
+
+            self._fs, self._root = url_to_fs(
+                url, use_listings_cache=False, skip_instance_cache=True, **storage_options
+            )
+        except ImportError as error:
+            msg = (
+                f"url={url!r} is read by a package that is missing here: {error}. Install "
+                "rl_bridge[files], and the package of fsspec for this kind of url, such as s3fs."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"url={url!r}, storage_options={dict(storage_options)!r}: {error}. Name a "
+                "directory, or a url that fsspec knows, such as s3://bucket/run1."
+            ) from error
+        self._root = self._root.rstrip("/")
+        self._has_timeouts = isinstance(self._fs, AsyncFileSystem)
+        self._seen = _Counters(lease_s)
+        self._keeper = _Keeper(lease_s / _BEATS)
+
+    def __str__(self) -> str:
+        """The url."""
+        return self._url
+
+    # ---- requests
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """One request, with a deadline where fsspec's file system has them.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            FileExistsError: it is there already, and was to be created.
+            WeightBridgeUnavailableError: anything else.
+
+        """
+        if self._has_timeouts:
+            options["timeout"] = self._timeout_s
+        try:
+            return getattr(self._fs, method)(*arguments, **options)
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except Exception as error:
+            # File systems raise errors of their own packages, which have no base in common.
+            said = str(error) or type(error).__name__
+            msg = (
+                f"{self._url}: {method} of {arguments[0]} failed: {type(error).__name__}: {said}. "
+                "See to the network, the credentials and the rights there, then try again."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
+
+    def path(self, *parts: str) -> str:
+        """Path of an object, for `call`."""
+        return "/".join([self._root, *parts])
+
+    def listed(self, *parts: str) -> list[str]:
+        """Last parts of the names below a prefix.
+
+        Raises:
+            WeightBridgeUnavailableError: the store cannot be read.
+
+        """
+        try:
+            found = self.call("ls", self.path(*parts), detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
+
+    def contents(self, *parts: str) -> dict[str, bytes]:
+        """Name and content of all objects below a prefix, but for what goes meanwhile.
+
+        Raises:
+            WeightBridgeUnavailableError: the store cannot be read.
+
+        """
+        names = [name for name in self.listed(*parts) if name]
+        if not names:
+            return {}
+        paths = [self.path(*parts, name) for name in names]
+        found = self.call("cat", paths, on_error="return")
+        texts = {}
+        for path, text in found.items():
+            if isinstance(text, FileNotFoundError):
+                continue
+            if not isinstance(text, bytes):
+                msg = f"{path} cannot be read: {text}. See to the network, then try again."
+                raise WeightBridgeUnavailableError(msg) from text
+            texts[path.rsplit("/", 1)[-1]] = text
+        return texts
+
+    # ---- reading
+
+    def entries(self) -> list[Marker]:
+        """All markers, of versions and claims, in the order of their numbers."""
+        found = []
+        for text in self.contents(MARKER).values():
+            with contextlib.suppress(ValidationError):
+                found.append(Marker.model_validate_json(text))
+        return sorted(found, key=lambda one: one.sequence)
+
+    def visible(self) -> list[StoredVersion]:
+        """See `VersionStore.visible`."""
+        return [
+            StoredVersion(_name(one), one) for one in self.entries() if one.update_id != _NO_UPDATE
+        ]
+
+    def find(self, update_id: str) -> str:
+        """See `VersionStore.find`."""
+        for version in self.visible():
+            if is_of(version.name, update_id):
+                return version.name
+        msg = (
+            f"update {update_id} is not in {self}: it was removed, or is not visible here yet. "
+            "Import the newest manifest, or give both sides one url."
+        )
+        raise VersionNotFound(msg)
+
+    def _marker(self, name: str) -> Marker:
+        for version in self.visible():
+            if version.name == name:
+                return version.marker
+        msg = f"{name} is gone from {self}, or not written yet. Import the newest manifest."
+        raise VersionNotFound(msg)
+
+    def lease(self, name: str) -> Lease:
+        """See `VersionStore.lease`."""
+        lease = _ObjectLease(self, name)
+        try:
+            lease.marker = self._marker(name)  # after the lease is there: see the module
+        except BaseException:
+            lease.close()
+            raise
+        return lease
+
+    def is_leased(self, name: str) -> bool:
+        """Whether somebody holds a lease who lives, as far as this process saw."""
+        is_leased = False
+        for lease, text in self.contents(LEASES, name).items():
+            if self._seen.is_fresh(f"{name}/{lease}", text):
+                is_leased = True
+            else:
+                self.discard(self.path(LEASES, name, lease))
+        return is_leased
+
+    def read_small(self, name: str, file: str) -> bytes:
+        """See `VersionStore.read_small`."""
+        with self._of_file(name, file):
+            return bytes(self.call("cat_file", self.path(name, file)))
+
+    def require_size(self, name: str, file: str, nbytes: int) -> None:
+        """See `VersionStore.require_size`."""
+        with self._of_file(name, file):
+            found = self.call("info", self.path(name, file))["size"]
+        if found != nbytes:
+            raise self._wrong_size(name, file, found, nbytes)
+
+    def read(self, name: str, file: str, nbytes: int, pieces: Sequence[tuple[int, Any]]) -> None:
+        """See `VersionStore.read`; a request takes from the first piece to the end of the last."""
+        if not pieces:
+            return
+        begin, last = pieces[0][0], pieces[-1]
+        end = last[0] + len(last[1])
+        if begin == end:
+            return
+        with self._of_file(name, file):
+            text = memoryview(self.call("cat_file", self.path(name, file), start=begin, end=end))
+        if len(text) != end - begin:
+            raise self._wrong_size(name, file, begin + len(text), nbytes)
+        for at, memory in pieces:
+            memory[:] = text[at - begin : at - begin + len(memory)]
+
+    @contextmanager
+    def _of_file(self, name: str, file: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            msg = f"{file} of {name} is not there, in {self}. Import another version."
+            raise VersionNotFound(msg) from error
+
+    def _wrong_size(self, name: str, file: str, found: int, nbytes: int) -> SegmentError:
+        return SegmentError(
+            f"{file} of {name} in {self} has {found} bytes, expected {nbytes}. Import another "
+            "version."
+        )
+
+    # ---- publishing
+
+    def open_writer(self, rank: int, *, fenced: bool) -> VersionWriter:
+        """See `VersionStore.open_writer`; the bucket must be there.
+
+        Raises:
+            WeightBridgeUnavailableError: also if the store creates an object that is there.
+
+        """
+        try:
+            self._require_exclusive_creation()
+        except FileNotFoundError as error:
+            msg = f"{self} is in nothing that is there: {error}. Make the bucket, then try again."
+            raise WeightBridgeUnavailableError(msg) from error
+        return _ObjectWriter(self, rank, fenced=fenced)
+
+    def _require_exclusive_creation(self) -> None:
+        path = self.path(f".probe-{uuid.uuid4().hex}")
+        self.create(path, b"1")
+        try:
+            self.create(path, b"2")
+        except FileExistsError:
+            return
+        finally:
+            self.discard(path)
+        msg = (
+            f"{self} replaces objects that were to be created only if there is none: two trainers "
+            "could take one version's place. Name a store with conditional writes, such as S3, "
+            "or a directory."
+        )
+        raise WeightBridgeUnavailableError(msg)
+
+    def create(self, path: str, content: bytes) -> None:
+        """Create an object.
+
+        Raises:
+            FileExistsError: it is there.
+            WeightBridgeUnavailableError: the store cannot be written.
+
+        """
+        self.call("pipe_file", path, content, mode="create")
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write an object, whether it is there or not.
+
+        Raises:
+            WeightBridgeUnavailableError: the store cannot be written.
+
+        """
+        self.call("pipe_file", path, content)
+
+    def discard(self, *paths: str) -> bool:
+        """Remove objects; returns whether they are gone."""
+        try:
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    self.call("rm_file", path)
+        except WeightBridgeUnavailableError:
+            return False
+        return True
+
+    def remove(self, name: str) -> bool:
+        """See `VersionStore.remove`."""
+        if self.is_leased(name):
+            return False
+        entries = self.entries()
+        for marker in [one for one in entries if one.update_id and _name(one) == name]:
+            if marker == [one for one in entries if one.rank == marker.rank][-1]:
+                with contextlib.suppress(FileExistsError):
+                    self.fill(marker.rank, marker.sequence + 1)
+            if not self.discard(self.path(MARKER, marker_name(marker))):
+                return False
+            if self.is_leased(name):  # its reader was faster, and reads: the next sweep
+                return False
+        return self.remove_data(name)
+
+    def remove_data(self, name: str) -> bool:
+        """Remove the files of a version that has no marker; returns whether they are gone."""
+        return self.discard(*(self.path(name, file) for file in self.listed(name)))
+
+    def fill(self, rank: int, sequence: int, *, publisher: str = "") -> None:
+        """Take a number for no version; with a publisher it is that one's claim.
+
+        Raises:
+            FileExistsError: it is taken.
+            WeightBridgeUnavailableError: the store cannot be written.
+
+        """
+        self.mark(
+            Marker(
+                sequence=sequence,
+                weight_version=0,
+                update_id=_NO_UPDATE,
+                rank=rank,
+                header=publisher,
+            )
+        )
+
+    def mark(self, marker: Marker) -> None:
+        """Create a marker.
+
+        Raises:
+            FileExistsError: its number is taken.
+            WeightBridgeUnavailableError: the store cannot be written.
+
+        """
+        path, text = self.path(MARKER, marker_name(marker)), marker.model_dump_json().encode()
+        try:
+            self.create(path, text)
+        except FileExistsError:
+            # A request whose answer was lost is sent again by fsspec: then the object is ours.
+            if self.call("cat_file", path) != text:
+                raise
+
+    def unmarked(self, rank: int) -> Iterator[str]:
+        """Names of versions of a rank that have no marker."""
+        names = [name for name in self.listed() if is_version(name) and rank_of(name) == rank]
+        if names:
+            visible = {version.name for version in self.visible()}
+            yield from (name for name in names if name not in visible)
+
+    # ---- what consumers report
+
+    def open_record(self, name: str) -> RecordFile:
+        """See `VersionStore.open_record`."""
+        return _ObjectRecord(self, name)
+
+    def records(self, prefix: str) -> list[Record]:
+        """What consumers wrote; one is alive that counted on within the time that leases live."""
+        found = []
+        for name, text in self.contents(RECORDS).items():
+            if not name.startswith(prefix):
+                continue
+            try:
+                record = Record.model_validate_json(text.partition(b"\n")[2])
+                is_fresh = self._seen.is_fresh(f"{RECORDS}/{name}", text)
+                is_open = not text.startswith(_CLOSED)
+                presence = "alive" if is_fresh and is_open else "gone"
+            except ValidationError:
+                record, presence = Record(worker="?", rank=-1, pid=-1), "unreadable"
+            found.append(record.model_copy(update={"presence": presence}))
+        return found
+
+    def remove_records(self, prefix: str, *, but: str = "") -> None:
+        """See `VersionStore.remove_records`."""
+        for name in self.listed(RECORDS):
+            if name.startswith(prefix) and not (but and name.startswith(but)):
+                self.discard(self.path(RECORDS, name))
+
+    def keep_alive(self, beat: Callable[[], None]) -> "_Beat":
+        """Have `beat` called in a thread, in time for what lives `lease_s`, until it is closed."""
+        return self._keeper.add(beat)
+
+
+def marker_name(marker: Marker) -> str:
+    """Name of a marker below ``STABLE``."""
+    return f"{marker.rank}-{marker.sequence:010d}"
+
+
+def _name(marker: Marker) -> str:
+    return version_name(marker.weight_version, marker.update_id, marker.rank)
+
+
+class _Counters:
+    """Contents that were seen, and since when they are what they are."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._known: dict[str, tuple[bytes, float]] = {}
+
+    def is_fresh(self, name: str, content: bytes) -> bool:
+        now = time.monotonic()
+        known = self._known.get(name)
+        if known is None or known[0] != content:
+            self._known[name] = content, now
+            return True
+        return now - known[1] < self._lease_s
+
+
+class _Beat:
+    """What a keeper calls, until it is closed."""
+
+    def __init__(self, keeper: "_Keeper", call: Callable[[], None]) -> None:
+        self._keeper, self.call = keeper, call
+
+    def soon(self) -> None:
+        """Have it called now, in the keeper's thread."""
+        self._keeper.soon(self)
+
+    def close(self) -> None:
+        self._keeper.remove(self)
+
+
+class _Keeper:
+    """One thread that calls beats, every so often; it runs while there are any."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._changed = threading.Condition()
+        self._beats: list[_Beat] = []
+        self._due: list[_Beat] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, call: Callable[[], None]) -> _Beat:
+        beat = _Beat(self, call)
+        with self._changed:
+            self._beats.append(beat)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="rl_bridge-leases", daemon=True
+                )
+                self._thread.start()
+        return beat
+
+    def soon(self, beat: _Beat) -> None:
+        with self._changed:
+            if beat not in self._due:
+                self._due.append(beat)
+            self._changed.notify()
+
+    def remove(self, beat: _Beat) -> None:
+        with self._changed:
+            self._beats = [one for one in self._beats if one is not beat]
+            self._due = [one for one in self._due if one is not beat]
+            self._changed.notify()
+
+    def _run(self) -> None:
+        next_at = time.monotonic() + self._every_s
+        while True:
+            with self._changed:
+                while self._beats and not self._due:
+                    left = next_at - time.monotonic()
+                    if left <= 0:
+                        next_at += self._every_s
+                        self._due = list(self._beats)
+                        break
+                    self._changed.wait(left)
+                if not self._beats:
+                    self._thread = None
+                    return
+                due, self._due = self._due, []
+            for beat in due:
+                try:
+                    beat.call()
+                except (WeightBridgeUnavailableError, OSError) as error:
+                    _LOG.warning("a lease or a record was not renewed, and will be: %s", error)
+
+
+class _ObjectLease(Lease):
+    """An object that its reader counts on in."""
+
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        self._store, self._pid = store, os.getpid()
+        self._path = store.path(LEASES, name, uuid.uuid4().hex)
+        self._writing, self._count, self._is_closed = threading.Lock(), 0, False
+        self._write()
+        self._beat = store.keep_alive(self._write)
+
+    def _write(self) -> None:
+        with self._writing:
+            if not self._is_closed:
+                self._count += 1
+                self._store.put(self._path, str(self._count).encode())
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:  # a forked child does not end its parent's leases
+            return
+        self._beat.close()
+        with self._writing:
+            if not self._is_closed:
+                self._is_closed = True
+                self._store.discard(self._path)
+
+
+class _ObjectRecord(RecordFile):
+    """An object that its consumer counts on in; it is written in the keeper's thread."""
+
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        self._store, self._path = store, store.path(RECORDS, f"{name}.record")
+        self._pid, self._writing = os.getpid(), threading.Lock()
+        self._count, self._text, self._written = 0, b"", b""
+        self._is_current = threading.Event()
+        self._is_removed = self._is_closed = False
+        self._beat = store.keep_alive(self._write)
+
+    def write(self, record: Record) -> None:
+        self._is_current.clear()
+        self._text = record.model_dump_json().encode()
+        self._beat.soon()
+        self._is_current.wait(_REPORT_S)  # a store that hangs gets it later, or not at all
+
+    def _write(self) -> None:
+        with self._writing:
+            text = self._text
+            if self._is_removed or not text:
+                return
+            if text == self._written and not self._store.call("exists", self._path):
+                self._is_removed = True
+                return
+            self._count += 1
+            mark = _CLOSED if self._is_closed else str(self._count).encode()
+            self._store.put(self._path, mark + b"\n" + text)
+            self._written = text
+            if text == self._text:
+                self._is_current.set()
+
+    def is_removed(self) -> bool:
+        return self._is_removed
+
+    def close(self) -> None:
+        if os.getpid() != self._pid or self._is_closed:
+            return
+        self._beat.close()
+        self._is_closed = True
+        with contextlib.suppress(WeightBridgeUnavailableError, OSError):  # reports are best effort
+            self._write()
+
+
+class _ObjectWriter(VersionWriter):
+    """Creates markers under the numbers of its rank."""
+
+    def __init__(self, store: ObjectStore, rank: int, *, fenced: bool) -> None:
+        self._store, self._rank, self._is_fenced = store, rank, fenced
+        self._last = 0  # the number that this publisher took last
+        while fenced:  # whoever published before is refused from here on
+            try:
+                self._last = self._highest() + 1
+                store.fill(rank, self._last, publisher=uuid.uuid4().hex)
+            except FileExistsError:
+                continue  # somebody published meanwhile
+            return
+
+    def write(self, name: str, files: Iterable[FileContent], marker: Marker) -> Lease:
+        store = self._store
+        try:
+            for file, pieces in files:
+                store.put(store.path(name, file), b"".join(pieces))
+            lease = _ObjectLease(store, name)
+        except BaseException:
+            store.remove_data(name)
+            raise
+        try:
+            if not self._is_fenced:
+                self._last = self._highest()
+            while True:
+                self._last += 1
+                lease.marker = marker.model_copy(update={"sequence": self._last})
+                try:
+                    store.mark(lease.marker)
+                except FileExistsError:
+                    self._step_over(self._last)
+                    continue
+                return lease
+        except BaseException:
+            lease.close()
+            store.remove(name)
+            raise
+
+    def _step_over(self, sequence: int) -> None:
+        """See to it that a number was only filled; or that several may publish."""
+        found = [one for one in self._own() if one.sequence == sequence]
+        is_filled = found and found[0].update_id == _NO_UPDATE and not found[0].header
+        if self._is_fenced and not is_filled:
+            self._last = sequence - 1  # so that it is refused again
+            msg = (
+                f"{self._store}: another publisher of rank {self._rank} has taken over, expected "
+                "this one. End this trainer, or give it a url of its own."
+            )
+            raise WeightBridgeUnavailableError(msg)
+
+    def seal_anew(self, name: str, lease: Lease, header: str) -> Lease:
+        lease.marker = lease.marker.model_copy(update={"header": header})
+        assert _name(lease.marker) == name
+        path = self._store.path(MARKER, marker_name(lease.marker))
+        self._store.put(path, lease.marker.model_dump_json().encode())
+        return lease
+
+    def sweep(self) -> None:
+        if not self._is_fenced:
+            return
+        for name in list(self._store.unmarked(self._rank)):
+            if not self._store.is_leased(name):
+                self._store.remove_data(name)
+        for one in self._own():
+            if one.update_id == _NO_UPDATE and not one.header and one.sequence < self._last:
+                self._store.discard(self._store.path(MARKER, marker_name(one)))
+
+    def close(self) -> None:
+        """Nothing is held: a later publisher takes over by its claim."""
+
+    def _own(self) -> list[Marker]:
+        return [one for one in self._store.entries() if one.rank == self._rank]
+
+    def _highest(self) -> int:
+        return max([0, *(one.sequence for one in self._own())])

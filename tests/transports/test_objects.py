@@ -1,0 +1,438 @@
+"""``files`` in object stores: over fsspec's local one the whole suite, and a server of S3."""
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from moto.server import ThreadedMotoServer
+from safetensors.torch import load
+
+from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.bridge import FilesTensorBridge
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    SegmentError,
+    VersionNotFound,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
+from rl_bridge.installers import ModuleInstallAdapter
+from rl_bridge.testing import TransportSuite
+from rl_bridge.testing.faults import Locate, locate_in_files
+from rl_bridge.testing.processes import Child, ChildDied
+from rl_bridge.transports.files.objects import ObjectStore
+from rl_bridge.transports.files.transport import Files
+
+
+class TestObjects(TransportSuite):
+    transport_class = Files
+    locate: ClassVar[Locate] = staticmethod(locate_in_files)
+    num_cycles = 10
+
+    @pytest.fixture
+    def transport_kwargs(self, tmp_path: Path) -> dict[str, Any]:
+        return {
+            "url": f"local://{tmp_path}/run",
+            "storage_options": {"auto_mkdir": True},
+            "keep_last": 0,
+            "fenced": False,
+            "timeout_s": 0.05,
+            "lease_s": 1.0,
+        }
+
+
+# ---- a server of S3 ------------------------------------------------------------------------------
+
+WEIGHTS = {"w": torch.arange(1000.0), "b": torch.ones(3, dtype=torch.bfloat16)}
+_runs = itertools.count()
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {name: one + version for name, one in WEIGHTS.items()}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadedMotoServer]:
+    made = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def options(server: ThreadedMotoServer) -> dict[str, Any]:
+    host, port = server.get_host_and_port()
+    return {"key": "key", "secret": "secret", "endpoint_url": f"http://{host}:{port}"}
+
+
+@pytest.fixture
+def bucket(options: dict[str, Any]) -> Any:
+    made = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True, **options)
+    made.makedirs("bucket", exist_ok=True)
+    return made
+
+
+@pytest.fixture
+def url(bucket: Any) -> str:
+    assert bucket.exists("bucket")
+    return f"s3://bucket/run{next(_runs)}"
+
+
+Open = Callable[..., FilesTensorBridge]
+
+
+@pytest.fixture
+def opened(url: str, options: dict[str, Any]) -> Open:
+    return lambda **more: files(url, options, **more)
+
+
+def files(url: str, options: Mapping[str, object], **more: Any) -> FilesTensorBridge:
+    more = {"timeout_s": 5.0, **more}
+    bridge = make_weight_bridge("files", url=url, storage_options=options, suspicious="off", **more)
+    assert isinstance(bridge, FilesTensorBridge)
+    return bridge
+
+
+def publish(trainer: FilesTensorBridge, version: int) -> WeightUpdateManifest:
+    return trainer.publish(weights(version), weight_version=version)
+
+
+def assert_holds(found: Mapping[str, torch.Tensor], version: int) -> None:
+    assert all(found[name].equal(one) for name, one in weights(version).items())
+
+
+def versions_in(bridge: FilesTensorBridge) -> list[int]:
+    return [one.weight_version for one in bridge.versions()]
+
+
+def test_a_version_stays_when_its_trainer_ends_and_an_engine_that_starts_late_installs_it(
+    opened: Open,
+) -> None:
+    with opened() as trainer:
+        for version in (1, 2, 3):
+            trainer.release(publish(trainer, version))
+    engine = torch.nn.ParameterDict({name: torch.zeros_like(one) for name, one in WEIGHTS.items()})
+    with (
+        opened() as bridge,
+        RolloutExecutor(
+            weight_bridge=bridge, weight_install_adapter=ModuleInstallAdapter(engine)
+        ) as executor,
+    ):
+        executor.update_weights(bridge.newest() or "")
+        assert_holds(dict(engine.items()), 3)
+    with opened() as following:
+        publish(following, 4)
+        assert versions_in(following) == [3, 4]
+
+
+def test_the_objects_are_a_checkpoint(opened: Open, bucket: Any, url: str) -> None:
+    with opened() as trainer:
+        publish(trainer, 1)
+        (path,) = bucket.glob(f"{url}/0*/model.safetensors")
+        assert_holds(load(bucket.cat_file(path)), 1)
+
+
+def test_a_trainer_hears_what_its_consumers_did_and_that_they_ended(opened: Open) -> None:
+    with opened() as trainer:
+        manifest = publish(trainer, 1)
+        with opened(source_worker="engine") as reader:
+            reader.import_update(manifest)
+            reader.acknowledge(manifest)
+        (told,) = trainer.holders(manifest)
+        assert (told.worker, told.state, told.presence) == ("engine", "released", "gone")
+        assert told.proof is not None
+
+
+def test_a_trainer_that_comes_back_is_refused_and_what_it_began_is_removed(
+    opened: Open, bucket: Any, url: str
+) -> None:
+    with opened() as older, opened() as newer:
+        publish(older, 1)
+        newer.publish(weights(5), weight_version=5)
+        for _ in range(2):
+            with pytest.raises(WeightBridgeUnavailableError, match="has taken over"):
+                publish(older, 2)
+        publish(newer, 6)
+        assert versions_in(newer) == [1, 5, 6]  # the first is held by its trainer's lease
+        assert len(bucket.glob(f"{url}/0*/model.safetensors")) == 3
+
+
+def test_a_trainer_whose_versions_were_all_removed_goes_on(opened: Open) -> None:
+    with opened(keep_last=0) as trainer:
+        for version in (1, 2, 3):
+            trainer.release(publish(trainer, version))
+            assert versions_in(trainer) == []
+        with opened(keep_last=0):
+            publish(trainer, 4)  # a reader takes nothing over
+        with opened(keep_last=0) as following:
+            publish(following, 5)
+        with pytest.raises(WeightBridgeUnavailableError, match="has taken over"):
+            publish(trainer, 6)
+
+
+def test_what_is_read_is_not_removed_and_goes_when_nobody_reads_it(
+    opened: Open, url: str, options: dict[str, Any]
+) -> None:
+    with opened(keep_last=1) as trainer:
+        first = publish(trainer, 1)
+        store = ObjectStore(url, storage_options=options, request_timeout_s=5.0, lease_s=60.0)
+        with store.leased(store.find(first.update_id)):
+            trainer.release(first)
+            publish(trainer, 2)
+            assert versions_in(trainer) == [1, 2]
+            with opened() as reader:
+                assert_holds(reader.import_update(first), 1)
+        publish(trainer, 3)
+        assert versions_in(trainer) == [2, 3]
+        with (
+            opened(timeout_s=0.05, source_worker="late") as reader,
+            pytest.raises(SegmentError, match="it was removed"),
+        ):
+            reader.import_update(first)
+
+
+def test_the_lease_of_a_reader_that_says_nothing_more_ends(
+    opened: Open, url: str, bucket: Any
+) -> None:
+    with opened(keep_last=1, lease_s=0.3) as trainer:
+        first = publish(trainer, 1)
+        name = bucket.ls(f"{url}/leases", detail=False)[0].rsplit("/", 1)[-1]
+        bucket.pipe_file(f"{url}/leases/{name}/of-a-killed-reader", b"7")
+        trainer.release(first)
+        publish(trainer, 2)
+        assert 1 in versions_in(trainer)
+        for version in range(3, 200):
+            trainer.release(publish(trainer, version))
+            if 1 not in versions_in(trainer):
+                break
+        else:
+            pytest.fail("it was kept for good")
+        assert not bucket.exists(f"{url}/leases/{name}/of-a-killed-reader")
+
+
+# ---- faults between two requests -----------------------------------------------------------------
+
+
+class Writer:
+    """A trainer that is killed before, or after, a request that changes the store."""
+
+    def __init__(self, *, url: str, options: dict[str, Any]) -> None:
+        self.bridge = files(url, options)
+
+    def publish(self, version: int) -> None:
+        publish(self.bridge, version)
+
+    def die_at(self, number: int, *, after: bool) -> None:
+        left = itertools.count(number, -1)
+        call = ObjectStore.call
+
+        def fatal(store: ObjectStore, method: str, *given: Any, **options: Any) -> Any:
+            is_due = method in {"pipe_file", "rm_file"} and not next(left)
+            if is_due and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = call(store, method, *given, **options)
+            if is_due:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        ObjectStore.call = fatal  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("number", range(12))
+def test_a_trainer_killed_between_any_two_requests_leaves_whole_versions_and_the_next_one_goes_on(
+    url: str, options: dict[str, Any], bucket: Any, number: int, *, after: bool
+) -> None:
+    with Child(Writer, url=url, options=options) as child:
+        child.ready().call("publish", version=1)
+        child.call("die_at", number=number, after=after)
+        try:
+            for version in (2, 3, 4):
+                child.call("publish", version=version)
+        except ChildDied:
+            pass
+        else:
+            pytest.fail("there are fewer requests: it lives")
+    with files(url, options, source_worker="reader") as reader:
+        found = reader.versions()
+        assert found
+        for manifest in found:
+            assert_holds(reader.import_update(manifest), manifest.weight_version)
+    with files(url, options) as trainer:
+        publish(trainer, 9)
+        assert versions_in(trainer)[-1] == 9
+        # What was begun goes, at once or when the lease of the trainer that was killed has ended.
+        left = {path.rsplit("/", 1)[-1] for path in bucket.glob(f"{url}/0*")}
+        leased = {path.split("/")[-2] for path in bucket.glob(f"{url}/leases/*/*")}
+        assert len(left - leased) <= len(versions_in(trainer)) <= len(left)
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("number", range(14))
+def test_a_request_that_fails_is_an_error_and_the_version_before_stays(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, number: int, *, is_done: bool
+) -> None:
+    with opened() as trainer, opened(source_worker="reader") as reader:
+        publish(trainer, 1)
+        left = itertools.count(number, -1)
+        call = ObjectStore.call
+
+        def failing(store: ObjectStore, method: str, *given: Any, **options: Any) -> Any:
+            is_due = not next(left)
+            if is_done or not is_due:
+                result = call(store, method, *given, **options)
+            if is_due:
+                raise WeightBridgeUnavailableError("planted: no network. Try again.")
+            return result
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ObjectStore, "call", failing)
+            published = None
+            with_error = True
+            try:
+                published = publish(trainer, 2)
+                with_error = False
+            except WeightBridgeUnavailableError as error:
+                assert "planted" in str(error)  # noqa: PT017 - or it went well
+        found = reader.versions()
+        for manifest in found:
+            assert_holds(reader.import_update(manifest), manifest.weight_version)
+        assert found[0].weight_version == 1
+        assert with_error or published in found
+        publish(trainer, 3)
+        assert versions_in(reader)[-1] == 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "refusal"),
+    [
+        (lambda fs, one: fs.pipe_file(f"{one}/model.safetensors", b"x"), (SegmentError, "1 bytes")),
+        (lambda fs, one: fs.rm_file(f"{one}/model.safetensors"), (VersionNotFound, "tensors of")),
+        (lambda fs, one: fs.rm_file(f"{one}/lists.bin"), (VersionNotFound, "lists.bin of")),
+        (
+            lambda fs, one: fs.pipe_file(
+                f"{one}/model.safetensors",
+                fs.cat_file(f"{one}/model.safetensors")[:-1] + b"\xff",
+            ),
+            (ChecksumMismatch, "expected"),
+        ),
+    ],
+)
+def test_objects_that_are_not_what_was_published_are_refused(
+    opened: Open,
+    bucket: Any,
+    url: str,
+    damage: Callable[[Any, str], object],
+    refusal: tuple[type[WeightBridgeError], str],
+) -> None:
+    with opened() as trainer, opened(timeout_s=0.3, source_worker="reader") as reader:
+        before = reader.import_update(publish(trainer, 1))
+        manifest = publish(trainer, 2)
+        damage(bucket, bucket.glob(f"{url}/0000000002-*")[0])
+        with pytest.raises(refusal[0], match=refusal[1]):
+            reader.import_update(manifest)
+        assert_holds(before, 1)
+        assert_holds(reader.import_update(publish(trainer, 3)), 3)
+
+
+# ---- stores that are not what is needed ----------------------------------------------------------
+
+
+class Late(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Shows what was written a few looks later, each object at another time."""
+
+    protocol = "late"
+    looks = 0
+    delay = 20
+
+    def _is_hidden(self, path: str) -> bool:
+        Late.looks += 1
+        known = _FIRST_SEEN.setdefault(path, Late.looks)
+        return Late.looks - known < hash(path) % Late.delay
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        found = super().ls(path, detail=False, **options)
+        assert not detail
+        return [one for one in found if os.path.isdir(one) or not self._is_hidden(one)]  # noqa: PTH112 - a text
+
+    def cat_file(self, path: str, *given: Any, **options: Any) -> Any:
+        if self._is_hidden(path):
+            raise FileNotFoundError(path)
+        return super().cat_file(path, *given, **options)
+
+
+_FIRST_SEEN: dict[str, int] = {}
+
+
+def test_objects_that_become_visible_late_and_in_any_order_are_waited_for(tmp_path: Path) -> None:
+    fsspec.register_implementation("late", Late, clobber=True)
+    there = {"auto_mkdir": True}
+    with (
+        files(f"local://{tmp_path}/run", there) as trainer,
+        files(f"late://{tmp_path}/run", there, timeout_s=60.0, source_worker="reader") as reader,
+        files(f"late://{tmp_path}/run", there, timeout_s=0.02, source_worker="hasty") as hasty,
+    ):
+        for version in range(1, 6):
+            manifest = publish(trainer, version)
+            assert_holds(reader.import_update(manifest), version)
+        Late.delay = 10**9
+        with pytest.raises(VersionNotFound, match="not visible here yet"):
+            hasty.import_update(publish(trainer, 6))
+        Late.delay = 20
+
+
+class Replacing(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Replaces an object that was to be created only if there is none."""
+
+    protocol = "replacing"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> Any:
+        del mode
+        return super().pipe_file(path, value, mode="overwrite", **options)
+
+
+def test_a_store_without_conditional_writes_is_refused() -> None:
+    fsspec.register_implementation("replacing", Replacing, clobber=True)
+    with (
+        files("replacing://run", {}) as trainer,
+        pytest.raises(WeightBridgeUnavailableError, match="could take one version's place"),
+    ):
+        publish(trainer, 1)
+
+
+@pytest.mark.parametrize(
+    ("there", "kind", "error"),
+    [
+        ("gs://bucket/run", WeightBridgeUnavailableError, "Install rl_bridge"),
+        ("pigeon://bucket/run", ValueError, "a url that fsspec knows"),
+    ],
+)
+def test_a_url_without_its_package_is_refused_by_name(
+    there: str, kind: type[Exception], error: str
+) -> None:
+    with pytest.raises(kind, match=error):
+        files(there, {})
+
+
+def test_a_bucket_that_is_missing_and_a_server_that_is_gone_are_refused_by_name(
+    options: dict[str, Any],
+) -> None:
+    with (
+        files("s3://nobucket/run", options) as trainer,
+        pytest.raises(WeightBridgeUnavailableError, match="Make the bucket"),
+    ):
+        publish(trainer, 1)
+    gone = {**options, "endpoint_url": "http://127.0.0.1:9"}
+    with (
+        files("s3://bucket/run", gone, request_timeout_s=1.0) as trainer,
+        pytest.raises(WeightBridgeUnavailableError, match="See to the network"),
+    ):
+        publish(trainer, 1)
