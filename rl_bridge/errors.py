@@ -348,7 +348,13 @@ def is_shortage(error: BaseException) -> bool:
 
 SHORTAGE_NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EAGAIN})
 """What the kernel says if this machine is short of something: the update itself is all right."""
-_SHORTAGES = (MemoryError, WeightBridgeUnavailableError, DeadlineExceeded, SlotsExhausted)
+_SHORTAGES = (
+    MemoryError,
+    WeightBridgeUnavailableError,
+    DeadlineExceeded,
+    SlotsExhausted,
+    VersionNotFound,  # it may become visible yet
+)
 # Messages of Python and of torch's allocator of CPU memory: their errors have no own types.
 _SHORTAGE_TEXTS = ("can't start new thread", "can't allocate memory")
 # So a driver names a descriptor that leads to no memory: the update is not all right.

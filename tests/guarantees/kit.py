@@ -81,7 +81,7 @@ TRANSPORTS: Mapping[str, Callable[[Path], tuple[Any, dict[str, Any]]]] = {
     "files": lambda path: (LocatedFiles, _files(path / "run")),
     "files-in-objects": lambda path: (
         LocatedFiles,
-        {**_files(f"local://{path}/run"), "storage_options": {"auto_mkdir": True}},
+        {**_files(f"local://{path}/run"), "storage_options": {"auto_mkdir": True}, "lease_s": 1.0},
     ),
 }
 """Every transport that runs on a CPU, with its options; those of GPUs with a driver that stands on

@@ -432,6 +432,19 @@ def test_a_version_that_becomes_visible_late_is_waited_for(
     assert next(looks) > 3
 
 
+def test_a_version_that_was_not_visible_in_time_can_be_imported_when_it_is(
+    trainer: FilesTensorBridge, run: Path
+) -> None:
+    manifest = publish(trainer, 1)
+    (folder,) = run.glob("0*")
+    hidden = folder.rename(run / "hidden")
+    with files(run) as reader:
+        with pytest.raises(VersionNotFound, match="not visible here yet"):
+            reader.import_update(manifest)
+        hidden.rename(folder)
+        assert_holds(reader.import_update(manifest), 1)
+
+
 def test_ranks_write_their_shards_and_nobody_gathers(run: Path) -> None:
     whole = {"w": torch.arange(12.0).view(4, 3)}
 
