@@ -40,7 +40,7 @@ def _moves(role: Role) -> str:
 def _option(parameter: Any) -> str:
     names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
     if parameter.param_type_name == "argument":
-        names = f"`{parameter.name.upper()}`"
+        names = f"`{parameter.metavar or parameter.name.upper()}`"
     text = " ".join((getattr(parameter, "help", None) or "").split())
     default = parameter.default
     if parameter.required:

@@ -1,6 +1,5 @@
 """The bridges that users make: one class for each transport, and a maker by name."""
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -170,27 +169,20 @@ class FilesTensorBridge(TensorBridge):
     ) -> Iterator[WeightUpdateManifest]:
         """Yield each version once it is visible: first the newest that is there, then later ones.
 
-        Of versions that came between two looks only the newest is given.
+        Of versions that came between two looks only the newest is given. With the package
+        ``watchfiles`` (extra ``files``), and a directory that only this machine writes to, the
+        kernel tells when to look.
 
         Args:
             timeout_s: ends after so long without a new version.
-            every_s: time between two looks.
+            every_s: the longest time between two looks.
 
         Raises:
             WeightBridgeUnavailableError: the directory cannot be read.
 
         """
-        seen, until = 0, time.monotonic() + timeout_s
-        while True:
-            sequence, manifest = next(self._stored(), (0, None))
-            if manifest is not None and sequence > seen:
-                seen = sequence
-                yield manifest
-                until = time.monotonic() + timeout_s
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            time.sleep(min(every_s, left))
+        assert isinstance(self._transport, Files)
+        return self._transport.watch(timeout_s=timeout_s, every_s=every_s)
 
     def keep(self, update: UpdateRef, is_kept: bool = True) -> None:  # noqa: FBT001, FBT002 - reads as it is said
         """Have a version stay, whatever any publisher's `keep_last` says; False lets it go again.

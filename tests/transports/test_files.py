@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +35,7 @@ from rl_bridge.testing.processes import Child, ChildDied
 from rl_bridge.trainers import read_peft
 from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.transport import Files, FilesPublisher
+from rl_bridge.transports.files.watching import tells_of_changes
 from tests.groups.meshes import Shards
 from tests.groups.rig import trainers
 
@@ -331,6 +334,61 @@ def test_a_watcher_gets_the_newest_version_and_then_each_later_one(run: Path) ->
         publish(trainer, 3)
         assert next(watched).weight_version == 3
         assert [one.weight_version for one in reader.watch(timeout_s=0.05, every_s=0.01)] == [3]
+
+
+def test_a_watcher_that_the_kernel_tells_of_changes_need_not_look(run: Path) -> None:
+    pytest.importorskip("watchfiles")
+    ended = threading.Event()
+    with files(run, keep_last=1) as trainer, files(run) as reader:
+        manifest = publish(trainer, 1)
+        if not tells_of_changes(run):
+            pytest.skip("the test's directory is on a network's file system")
+
+        def go_on(last: WeightUpdateManifest) -> None:
+            for version in itertools.count(2):
+                if ended.is_set():
+                    return
+                trainer.release(last)
+                last = publish(trainer, version)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(go_on, manifest)
+            try:
+                watched = reader.watch(timeout_s=1000.0, every_s=1000.0)
+                # Two looks come by themselves: before changes are told, and right after that. A
+                # third one would come when the test is long over.
+                seen = [one.weight_version for one in itertools.islice(watched, 5)]
+            finally:
+                ended.set()
+    assert len(seen) == 5
+    assert seen == sorted(set(seen))
+
+
+MOUNTS = """\
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+30 27 0:40 / /mnt/share rw - nfs4 server:/share rw
+31 30 0:41 / /mnt/share/scratch\\040disk rw shared:5 - xfs /dev/sdb rw
+32 27 0:42 / /mnt/bucket rw - fuse.s3fs s3fs rw
+33 27 0:43 / /host rw - 9p host rw
+34 27 0:44 / /dev/shm rw - tmpfs tmpfs rw
+35 34 0:45 / /dev/shm rw - nfs server:/shm rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("directory", "is_told"),
+    [
+        ("/home/run", True),
+        ("/mnt/share/run", False),
+        ("/mnt/shared/run", True),
+        ("/mnt/share/scratch disk/run", True),
+        ("/mnt/bucket/run", False),
+        ("/host/run", False),
+        ("/dev/shm/run", False),  # the last mount of a place is the one that is seen
+    ],
+)
+def test_changes_are_told_of_where_only_this_machine_writes(directory: str, is_told: bool) -> None:
+    assert tells_of_changes(Path(directory), mounts=MOUNTS) == is_told
 
 
 @pytest.mark.parametrize(

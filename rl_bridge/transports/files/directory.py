@@ -65,7 +65,7 @@ class DirectoryStore(VersionStore):
 
     def __init__(self, root: Path) -> None:
         """Of versions below `root`; nothing is opened."""
-        self.root = root
+        self.root = self.directory = root
 
     def __str__(self) -> str:
         """The directory."""

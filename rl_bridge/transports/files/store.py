@@ -27,6 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr
@@ -198,11 +199,13 @@ class VersionStore(ABC):
     Attributes:
         num_readers: how many threads read well beside each other; None: as many as cores.
         file_nbytes: the largest size of a file that is good here, unless a tensor is larger.
+        directory: where versions are directories, what they are in; changes there may be told.
 
     """
 
     num_readers: int | None = None
     file_nbytes: int = 5 << 30
+    directory: Path | None = None
 
     # ---- reading
 

@@ -64,6 +64,7 @@ from rl_bridge.transports.files.store import (
     VersionStore,
     version_name,
 )
+from rl_bridge.transports.files.watching import watch
 from rl_bridge.transports.wire.arenas import Arrival, Arrivals, CPUArenas
 
 _LOG = logging.getLogger(__name__)
@@ -214,6 +215,20 @@ class Files(Transport):
                 _LOG.warning("%s in %s is left out", version.name, self.store, exc_info=True)
                 continue
             yield version.marker.sequence, manifest
+
+    def watch(self, *, timeout_s: float, every_s: float) -> Iterator[WeightUpdateManifest]:
+        """Yield the newest version, and each one that is newer when it is looked for.
+
+        Raises:
+            WeightBridgeUnavailableError: the directory cannot be read.
+
+        """
+        return watch(
+            lambda: next(self.stored(), None),
+            self.store.directory,
+            timeout_s=timeout_s,
+            every_s=every_s,
+        )
 
     def keep(self, update_id: str, *, is_kept: bool) -> None:
         """Have all parts of a version stay, or let them go again.

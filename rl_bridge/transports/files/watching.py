@@ -1,0 +1,162 @@
+"""Waiting for new versions: until the kernel tells of a change, or, where it cannot, by looking.
+
+The kernel (inotify, through the package ``watchfiles``) tells of changes that are made on this
+machine, on file systems of its own. What another machine writes to a network's file system it does
+not hear of, so there one looks every so often. The two differ in how soon a version is seen.
+"""
+
+import importlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rl_bridge.transports.files.store import MARKER
+
+__all__ = ["tells_of_changes", "watch"]
+
+_LOG = logging.getLogger(__name__)
+
+_MOUNTS = Path("/proc/self/mountinfo")
+# File systems that only this machine's kernel writes to. Of any other one it may not hear all.
+_LOCAL = frozenset(
+    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+)
+_TICK_S = 0.1
+# After a change it looks at each tick for so long: a version comes in several changes, and those in
+# a directory that was made just now may be missed.
+_BUSY_S = 2.0
+_T = TypeVar("_T")
+
+
+def watch(
+    newest: Callable[[], tuple[int, _T] | None],
+    directory: Path | None,
+    *,
+    timeout_s: float,
+    every_s: float,
+) -> Iterator[_T]:
+    """Yield what is newest, and then whatever is newer.
+
+    Args:
+        newest: looks; gives a number that grows, and what is to be yielded.
+        directory: where the changes are made, if there is one.
+        timeout_s: ends after so long without anything new.
+        every_s: the longest time between two looks.
+
+    """
+    seen, until = 0, time.monotonic() + timeout_s
+    bell: _Bell | None = None
+    try:
+        while True:
+            found = newest()
+            if found is not None and found[0] > seen:
+                seen = found[0]
+                yield found[1]
+                until = time.monotonic() + timeout_s
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return
+            if bell is None:  # and then it looks again: at what came before changes were told
+                bell = _bell(directory, every_s)
+            else:
+                bell.wait(left_s)
+    finally:
+        if bell is not None:
+            bell.close()
+
+
+class _Bell(Protocol):
+    def wait(self, left_s: float) -> None:
+        """Return when a look may be worth it, but no later than then."""
+
+    def close(self) -> None:
+        """Stop listening."""
+
+
+def _bell(directory: Path | None, every_s: float) -> _Bell:
+    if directory is not None and tells_of_changes(directory):
+        try:
+            watchfiles = importlib.import_module("watchfiles")
+        except ImportError:
+            _LOG.debug("watchfiles is not installed: looking every %s s", every_s)
+        else:
+            try:
+                return _Told(watchfiles, directory, every_s)
+            except OSError as error:  # such as the limit of inotify's watches
+                _LOG.warning("changes are not told of (%s): looking every %s s", error, every_s)
+    return _Looking(every_s)
+
+
+class _Looking:
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+
+    def wait(self, left_s: float) -> None:
+        time.sleep(min(self._every_s, left_s))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Told:
+    def __init__(self, watchfiles: Any, directory: Path, every_s: float) -> None:
+        self._directory, self._every_s = directory.resolve(), every_s
+        self._busy_until = 0.0
+        # Unfiltered: then each step ends, whatever goes on there.
+        self._changes: Any = watchfiles.watch(
+            directory,
+            watch_filter=None,
+            debounce=round(_TICK_S * 1000),
+            step=10,
+            rust_timeout=round(_TICK_S * 1000),
+            yield_on_timeout=True,
+        )
+        next(self._changes)  # from here on changes are told
+
+    def wait(self, left_s: float) -> None:
+        until = time.monotonic() + min(self._every_s, left_s)
+        while (left_s := until - time.monotonic()) > 0:
+            if left_s < _TICK_S:
+                time.sleep(left_s)
+                return
+            if any(self._is_of_a_version(Path(path)) for _, path in next(self._changes)):
+                self._busy_until = time.monotonic() + _BUSY_S
+                return
+            if time.monotonic() < self._busy_until:
+                return
+
+    def _is_of_a_version(self, path: Path) -> bool:
+        return path.name == MARKER or path.parent == self._directory
+
+    def close(self) -> None:
+        self._changes.close()
+
+
+def tells_of_changes(directory: Path, *, mounts: str | None = None) -> bool:
+    """Whether the kernel hears of all changes in a directory.
+
+    Args:
+        directory: it need not be there.
+        mounts: what ``/proc/self/mountinfo`` says; None reads it.
+
+    """
+    try:
+        text = _MOUNTS.read_text(errors="surrogateescape") if mounts is None else mounts
+        place = directory.resolve()
+    except OSError:
+        return False
+    depth, kind = 0, ""
+    for line in text.splitlines():
+        before, _, behind = line.partition(" - ")
+        fields = before.split(" ")
+        if len(fields) < 5 or not behind:  # noqa: PLR2004 - the fifth is the mount's place
+            continue
+        # (Blanks and the like are written as octal numbers.)
+        named = fields[4].encode("ascii", "backslashreplace").decode("unicode_escape")
+        mount = Path(named)
+        # The last mount of a place hides those before.
+        if place.is_relative_to(mount) and len(mount.parts) >= depth:
+            depth, kind = len(mount.parts), behind.split(" ", 1)[0]
+    return kind in _LOCAL
