@@ -503,10 +503,6 @@ def test_a_version_that_was_not_visible_in_time_can_be_imported_when_it_is(
         assert_holds(reader.import_update(manifest), 1)
 
 
-def test_ranks_write_their_shards_and_nobody_gathers(run: Path) -> None:
-    whole = {"w": torch.arange(12.0).view(4, 3)}
-
-
 # ---- versions of several ranks -------------------------------------------------------------------
 
 

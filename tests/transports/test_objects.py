@@ -30,6 +30,8 @@ from rl_bridge.testing.faults import Locate, locate_in_files
 from rl_bridge.testing.processes import Child, ChildDied
 from rl_bridge.transports.files.objects import ObjectStore
 from rl_bridge.transports.files.transport import Files
+from tests.groups.rig import trainers
+from tests.transports.test_files import matrix, shards_of
 
 
 class TestObjects(TransportSuite):
@@ -216,6 +218,29 @@ def test_the_lease_of_a_reader_that_says_nothing_more_ends(
         else:
             pytest.fail("it was kept for good")
         assert not bucket.exists(f"{url}/leases/{name}/of-a-killed-reader")
+
+
+def test_a_version_that_is_to_be_kept_is(opened: Open) -> None:
+    with opened(keep_last=1) as trainer:
+        manifest = publish(trainer, 1)
+        trainer.keep(manifest)
+        trainer.release(manifest)
+        publish(trainer, 2)
+        assert versions_in(trainer) == [1, 2]
+        trainer.keep(manifest, is_kept=False)
+        publish(trainer, 3)
+        assert versions_in(trainer) == [2, 3]
+
+
+def test_what_several_ranks_published_is_installed_when_they_are_gone(
+    url: str, options: dict[str, Any]
+) -> None:
+    with trainers(2, "files", url=url, storage_options=options) as group:
+        for version in (1, 2):
+            group.publish(shards_of(version), version=version)
+    with files(url, options) as reader:
+        assert versions_in(reader) == [1, 2]
+        assert reader.import_update(reader.newest() or "")["w"].equal(matrix(2))
 
 
 # ---- faults between two requests -----------------------------------------------------------------

@@ -38,6 +38,7 @@ from pydantic import ValidationError
 from rl_bridge.errors import SegmentError, VersionNotFound, WeightBridgeUnavailableError
 from rl_bridge.memory.control import Record
 from rl_bridge.transports.files.store import (
+    KEPT,
     MARKER,
     RECORDS,
     FileContent,
@@ -48,7 +49,6 @@ from rl_bridge.transports.files.store import (
     VersionStore,
     VersionWriter,
     is_of,
-    is_version,
     rank_of,
     version_name,
 )
@@ -229,14 +229,23 @@ class ObjectStore(VersionStore):
         return lease
 
     def is_leased(self, name: str) -> bool:
-        """Whether somebody holds a lease who lives, as far as this process saw."""
+        """See `VersionStore.is_leased`: by somebody who lives, as far as this process saw."""
         is_leased = False
         for lease, text in self.contents(LEASES, name).items():
             if self._seen.is_fresh(f"{name}/{lease}", text):
                 is_leased = True
             else:
-                self.discard(self.path(LEASES, name, lease))
+                self.delete(self.path(LEASES, name, lease))
         return is_leased
+
+    def files(self, name: str) -> dict[str, int]:
+        """See `VersionStore.files`."""
+        try:
+            found = self.call("ls", self.path(name), detail=True)
+        except FileNotFoundError as error:
+            msg = f"{name} is not there, in {self}. Import another version."
+            raise VersionNotFound(msg) from error
+        return {one["name"].rsplit("/", 1)[-1]: int(one["size"]) for one in found}
 
     def read_small(self, name: str, file: str) -> bytes:
         """See `VersionStore.read_small`."""
@@ -303,7 +312,7 @@ class ObjectStore(VersionStore):
         except FileExistsError:
             return
         finally:
-            self.discard(path)
+            self.delete(path)
         msg = (
             f"{self} replaces objects that were to be created only if there is none: two trainers "
             "could take one version's place. Name a store with conditional writes, such as S3, "
@@ -330,7 +339,7 @@ class ObjectStore(VersionStore):
         """
         self.call("pipe_file", path, content)
 
-    def discard(self, *paths: str) -> bool:
+    def delete(self, *paths: str) -> bool:
         """Remove objects; returns whether they are gone."""
         try:
             for path in paths:
@@ -342,14 +351,14 @@ class ObjectStore(VersionStore):
 
     def remove(self, name: str) -> bool:
         """See `VersionStore.remove`."""
-        if self.is_leased(name):
+        if self.is_kept(name) or self.is_leased(name):
             return False
         entries = self.entries()
         for marker in [one for one in entries if one.update_id and _name(one) == name]:
             if marker == [one for one in entries if one.rank == marker.rank][-1]:
                 with contextlib.suppress(FileExistsError):
                     self.fill(marker.rank, marker.sequence + 1)
-            if not self.discard(self.path(MARKER, marker_name(marker))):
+            if not self.delete(self.path(MARKER, marker_name(marker))):
                 return False
             if self.is_leased(name):  # its reader was faster, and reads: the next sweep
                 return False
@@ -357,7 +366,7 @@ class ObjectStore(VersionStore):
 
     def remove_data(self, name: str) -> bool:
         """Remove the files of a version that has no marker; returns whether they are gone."""
-        return self.discard(*(self.path(name, file) for file in self.listed(name)))
+        return self.delete(*(self.path(name, file) for file in self.listed(name)))
 
     def fill(self, rank: int, sequence: int, *, publisher: str = "") -> None:
         """Take a number for no version; with a publisher it is that one's claim.
@@ -393,12 +402,31 @@ class ObjectStore(VersionStore):
             if self.call("cat_file", path) != text:
                 raise
 
-    def unmarked(self, rank: int) -> Iterator[str]:
-        """Names of versions of a rank that have no marker."""
-        names = [name for name in self.listed() if is_version(name) and rank_of(name) == rank]
-        if names:
-            visible = {version.name for version in self.visible()}
-            yield from (name for name in names if name not in visible)
+    def keep(self, name: str, *, is_kept: bool) -> None:
+        """See `VersionStore.keep`; the lease that is held meanwhile keeps the collector out."""
+        with self.leased(name):
+            if is_kept:
+                self.put(self.path(name, KEPT), b"")
+            elif not self.delete(self.path(name, KEPT)):
+                msg = f"{name} in {self} cannot be let go. See to the network, then try again."
+                raise WeightBridgeUnavailableError(msg)
+
+    def is_kept(self, name: str) -> bool:
+        """See `VersionStore.is_kept`."""
+        return bool(self.call("exists", self.path(name, KEPT)))
+
+    def unfinished(self) -> dict[str, int]:
+        """See `VersionStore.unfinished`."""
+        ranks = {name: rank for name in self.listed() if (rank := rank_of(name)) is not None}
+        if not ranks:
+            return {}
+        visible = {version.name for version in self.visible()}
+        return {name: rank for name, rank in ranks.items() if name not in visible}
+
+    def discard(self, name: str) -> None:
+        """See `VersionStore.discard`."""
+        if not self.is_leased(name):
+            self.remove_data(name)
 
     # ---- what consumers report
 
@@ -426,7 +454,7 @@ class ObjectStore(VersionStore):
         """See `VersionStore.remove_records`."""
         for name in self.listed(RECORDS):
             if name.startswith(prefix) and not (but and name.startswith(but)):
-                self.discard(self.path(RECORDS, name))
+                self.delete(self.path(RECORDS, name))
 
     def keep_alive(self, beat: Callable[[], None]) -> "_Beat":
         """Have `beat` called in a thread, in time for what lives `lease_s`, until it is closed."""
@@ -550,7 +578,7 @@ class _ObjectLease(Lease):
         with self._writing:
             if not self._is_closed:
                 self._is_closed = True
-                self._store.discard(self._path)
+                self._store.delete(self._path)
 
 
 class _ObjectRecord(RecordFile):
@@ -649,22 +677,26 @@ class _ObjectWriter(VersionWriter):
             )
             raise WeightBridgeUnavailableError(msg)
 
-    def seal_anew(self, name: str, lease: Lease, header: str) -> Lease:
-        lease.marker = lease.marker.model_copy(update={"header": header})
-        assert _name(lease.marker) == name
-        path = self._store.path(MARKER, marker_name(lease.marker))
-        self._store.put(path, lease.marker.model_dump_json().encode())
+    def add(self, name: str, file: str, content: bytes) -> None:
+        self._store.put(self._store.path(name, file), content)
+
+    def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
+        del name  # which the marker tells
+        self._store.put(
+            self._store.path(MARKER, marker_name(marker)), marker.model_dump_json().encode()
+        )
+        lease.marker = marker
         return lease
 
     def sweep(self) -> None:
         if not self._is_fenced:
             return
-        for name in list(self._store.unmarked(self._rank)):
-            if not self._store.is_leased(name):
-                self._store.remove_data(name)
+        for name, rank in self._store.unfinished().items():
+            if rank == self._rank:
+                self._store.discard(name)
         for one in self._own():
             if one.update_id == _NO_UPDATE and not one.header and one.sequence < self._last:
-                self._store.discard(self._store.path(MARKER, marker_name(one)))
+                self._store.delete(self._store.path(MARKER, marker_name(one)))
 
     def close(self) -> None:
         """Nothing is held: a later publisher takes over by its claim."""
