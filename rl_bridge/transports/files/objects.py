@@ -420,7 +420,11 @@ class ObjectStore(VersionStore):
         ranks = {name: rank for name in self.listed() if (rank := rank_of(name)) is not None}
         if not ranks:
             return {}
-        visible = {version.name for version in self.visible()}
+        markers = self.listed(MARKER)
+        entries = self.entries()
+        if len(entries) < len(markers):
+            return {}  # whose files a marker vouches for that cannot be read here is not known
+        visible = {_name(one) for one in entries if one.update_id != _NO_UPDATE}
         return {name: rank for name, rank in ranks.items() if name not in visible}
 
     def discard(self, name: str) -> None:
@@ -464,6 +468,12 @@ class ObjectStore(VersionStore):
 def marker_name(marker: Marker) -> str:
     """Name of a marker below ``STABLE``."""
     return f"{marker.rank}-{marker.sequence:010d}"
+
+
+def _number(name: str) -> tuple[int, int]:
+    """Rank and number of a marker by its name; (-1, 0) if it is no such name."""
+    rank, _, number = name.partition("-")
+    return (int(rank), int(number)) if rank.isdecimal() and number.isdecimal() else (-1, 0)
 
 
 def _name(marker: Marker) -> str:
@@ -631,13 +641,15 @@ class _ObjectWriter(VersionWriter):
     def __init__(self, store: ObjectStore, rank: int, *, fenced: bool) -> None:
         self._store, self._rank, self._is_fenced = store, rank, fenced
         self._last = 0  # the number that this publisher took last
-        while fenced:  # whoever published before is refused from here on
-            try:
-                self._last = self._highest() + 1
-                store.fill(rank, self._last, publisher=uuid.uuid4().hex)
-            except FileExistsError:
-                continue  # somebody published meanwhile
-            return
+        if fenced:  # whoever published before is refused from here on
+            self._last = self._highest()
+            while True:
+                self._last += 1
+                try:
+                    store.fill(rank, self._last, publisher=uuid.uuid4().hex)
+                except FileExistsError:
+                    continue  # somebody published meanwhile
+                return
 
     def write(self, name: str, files: Iterable[FileContent], marker: Marker) -> Lease:
         store = self._store
@@ -705,4 +717,5 @@ class _ObjectWriter(VersionWriter):
         return [one for one in self._store.entries() if one.rank == self._rank]
 
     def _highest(self) -> int:
-        return max([0, *(one.sequence for one in self._own())])
+        numbers = [_number(name) for name in self._store.listed(MARKER)]
+        return max([0, *(number for rank, number in numbers if rank == self._rank)])
