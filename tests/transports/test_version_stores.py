@@ -1,18 +1,24 @@
-"""Every place for versions keeps its promises while trainers and readers race: `VersionStore`."""
+"""Every place for versions keeps its promises while trainers and readers race, and die."""
 
+import itertools
+import os
+import random
+import signal
+import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from rl_bridge.errors import VersionNotFound
 from rl_bridge.testing.processes import Child
 from rl_bridge.transports.files.store import Marker, VersionStore, version_name
 from rl_bridge.transports.files.transport import store_of
 
-RUNS = pytest.mark.parametrize(
-    "rounds", [150, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
-)
+MANY = pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])
 FILE, NBYTES = "model.safetensors", 4096
 _KINDS = ("directory", "objects")
 
@@ -62,7 +68,7 @@ class Reader:
                 return num_read
 
 
-@RUNS
+@pytest.mark.parametrize("rounds", [150, MANY])
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_collector_that_races_readers_removes_nothing_that_is_leased(
     tmp_path: Path, kind: str, rounds: int
@@ -89,3 +95,97 @@ def test_a_collector_that_races_readers_removes_nothing_that_is_leased(
             assert store.remove(older.name)
         writer.sweep()
         assert [path.parent.name for path in Path(run).glob(f"0*/{FILE}")] == [name]
+
+
+# ---- kills ---------------------------------------------------------------------------------------
+
+
+class Killed:
+    """Forks trainers that die somewhere, and looks at what they leave."""
+
+    def __init__(self, *, kind: str, run: str) -> None:
+        self.kind, self.run = kind, run
+        self.draw = random.Random(0)
+
+    def trainers(self, rounds: int) -> dict[str, int]:
+        """Start so many, one after the other; returns how many were killed, and versions seen."""
+        store = opened(self.kind, self.run)
+        store.open_writer(0, fenced=True).close()
+        told = {"killed": 0, "versions": 0}
+        number = 0
+        for _ in range(rounds):
+            before = {one.name for one in store.visible()}
+            die_at = self.draw.randrange(_STEPS)
+            child = os.fork()
+            if not child:
+                self._publish_until_killed(number, die_at)
+            _, status = os.waitpid(child, 0)
+            told["killed"] += os.WIFSIGNALED(status)
+            assert os.WIFSIGNALED(status) or not os.WEXITSTATUS(status)
+            found = store.visible()
+            for one in found:
+                memory = bytearray(NBYTES)
+                with store.leased(one.name) as held:
+                    assert held == one.marker
+                    store.read(one.name, FILE, NBYTES, [(0, memoryview(memory))])
+                assert memory == content(one.marker.weight_version)[0]
+            names = {one.name for one in found}
+            for removed in before - names:  # rightly, if there are newer ones that stay
+                assert sum(name > removed for name in names) >= _KEPT, (before, names)
+            number = max([number, *(one.marker.weight_version for one in found)])
+            told["versions"] += len(names - before)
+        return told
+
+    def _publish_until_killed(self, number: int, die_at: int) -> None:
+        try:
+            _fatal(itertools.count(die_at, -1))
+            store = opened(self.kind, self.run)
+            writer = store.open_writer(0, fenced=True)
+            writer.sweep()
+            for version in (number + 1, number + 2):
+                one = marker(version)
+                name = version_name(version, one.update_id, one.rank)
+                writer.write(name, [(FILE, content(version)), ("b", [b"x"])], one).close()
+                for older in store.visible()[:-_KEPT]:
+                    store.remove(older.name)
+                writer.sweep()
+            os._exit(0)
+        finally:  # an error: the child must not go on as its parent
+            traceback.print_exc()
+            os._exit(1)
+
+
+_KEPT, _STEPS = 2, 60
+
+
+def _fatal(left: "itertools.count[int]") -> None:
+    """Have this process die at a step of those that change a directory."""
+
+    def dying(original: Callable[..., Any], *, halves: bool = False) -> Callable[..., Any]:
+        def call(*given: Any, **options: Any) -> Any:
+            if not next(left):
+                if halves:
+                    os.write(given[0], bytes(given[1][0])[: NBYTES // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*given, **options)
+
+        return call
+
+    for name, halves in (("fsync", False), ("writev", True), ("replace", False), ("unlink", False)):
+        setattr(os, name, dying(getattr(os, name), halves=halves))
+    for name in ("rename", "mkdir", "unlink"):
+        setattr(Path, name, dying(getattr(Path, name)))
+    for name in ("pipe_file", "rm_file"):
+        setattr(LocalFileSystem, name, dying(getattr(LocalFileSystem, name)))
+
+
+@pytest.mark.parametrize("rounds", [60, MANY])
+@pytest.mark.parametrize("kind", _KINDS)
+def test_trainers_killed_at_any_step_leave_whole_versions_and_lose_none(
+    tmp_path: Path, kind: str, rounds: int
+) -> None:
+    with Child(Killed, kind=kind, run=str(tmp_path / "run")) as child:
+        child.ready().tell("trainers", rounds=rounds)
+        told = child.answer(deadline_s=3600.0)
+    assert told["killed"] > rounds // 4
+    assert told["versions"] > rounds // 4
