@@ -204,8 +204,9 @@ class WeightExtractor(ABC):
     """A trainer's weights, as one rank of the trainer sees them.
 
     `metadata` and `placements` read no byte and ask no other rank. `local` yields this rank's own
-    parts, chunk by chunk, and asks no other rank either. `full` yields whole tensors: every rank of
-    the trainer has to iterate it, in step.
+    parts, chunk by chunk, and asks no other rank either, unless it merges adapters into weights
+    that FSDP or ZeRO-3 cuts: what a rank adds to its part needs the other ranks' parts of the
+    adapters. `full` yields whole tensors: every rank of the trainer has to iterate it, in step.
 
     Chunks hold whole modules (the projections of one attention stay together), together at most
     `chunk_nbytes`; a module that is larger goes alone. Tensors that need no cast are the trainer's
@@ -296,7 +297,10 @@ class WeightExtractor(ABC):
         return None if self._named is None else self._named.spec
 
     def local(self, dtype: torch.dtype | None = None) -> Iterator[WeightChunk]:
-        """Yield this rank's own parts; no collective. ``bridge.publish`` takes these chunks.
+        """Yield this rank's own parts. ``bridge.publish`` takes these chunks.
+
+        No collective, but for adapters that are merged into weights that FSDP or ZeRO-3 cuts: their
+        matrices are gathered, so every rank calls this.
 
         Args:
             dtype: to which floating-point tensors are cast; None leaves them as they are.
@@ -400,6 +404,8 @@ class WeightExtractor(ABC):
                 tensors = self._tensors_now()
                 wrong = _first_unlike(known, tensors)
             if wrong is None and tensors is not None:
+                if self._named is not None and self._named.is_merging:
+                    _require_ties(known, tensors)
                 return tensors
             if is_last:
                 break
@@ -462,6 +468,42 @@ def _local_chunk(
     with collector_paused(), torch.no_grad():
         held = [tensors[source] for source in plan.sources]
         return plan.made_of(held, in_kept_buffer=in_kept_buffer)  # type: ignore[arg-type]  # planned: this rank holds each of them
+
+
+def _require_ties(known: Sequence[RankTensor], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Refuse merged weights that are tied to others: one name would get the other one's bytes."""
+    for one, tensor in zip(known, tensors, strict=True):
+        first = None if one.tied_to is None else tensors[one.tied_to]
+        if tensor is not None and first is not None and tensor.data_ptr() != first.data_ptr():
+            raise IncompatibleUpdate(tied_refusal(one.name, known[one.tied_to or 0].name))
+
+
+def require_untied(known: Sequence[RankTensor], at: int) -> None:
+    """Refuse to merge into a tensor that has two names; all ranks do so, whatever they hold.
+
+    Args:
+        known: all tensors that a rank knows of.
+        at: number of the one that an adapter is of.
+
+    Raises:
+        IncompatibleUpdate: another one is the same tensor.
+
+    """
+    first = known[at].tied_to
+    others = [one.name for one in known if one.tied_to == at] if first is None else []
+    if first is not None:
+        others = [known[first].name]
+    if others:
+        raise IncompatibleUpdate(tied_refusal(known[at].name, others[0]))
+
+
+def tied_refusal(name: str, other: str) -> str:
+    """What is said of an adapter of a tensor that has another name."""
+    return (
+        f"tensors {name!r} and {other!r} are one tensor, expected two where an adapter of one of "
+        "them is merged: engines would apply it to both. Leave its layer out of target_modules, "
+        'or publish the adapter alone (adapter="NAME").'
+    )
 
 
 def _first_unlike(

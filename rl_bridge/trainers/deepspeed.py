@@ -6,14 +6,22 @@ parameter with ``ds_`` attributes. DeepSpeed gathers its parameters itself, one 
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
-from rl_bridge.trainers.base import RankTensor, WeightExtractor
+from rl_bridge.trainers.base import RankTensor, WeightExtractor, require_untied
 from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES
-from rl_bridge.trainers.gather import flat_piece, whole_piece
+from rl_bridge.trainers.gather import (
+    Shared,
+    Split,
+    flat_piece,
+    gather,
+    whole_piece,
+    window_nbytes,
+)
 from rl_bridge.trainers.modules import Adapters, ModuleSlots
 
 
@@ -67,6 +75,7 @@ class DeepSpeedWeightExtractor(WeightExtractor):
         self._engine = engine
         self._ranks = torch.distributed.get_process_group_ranks(engine.seq_data_parallel_group)
         self._number = self._ranks.index(torch.distributed.get_rank())
+        self._merged: set[int] = set()  # partitioned tensors of which merged ones were made
 
     def _tensors_known(self) -> Sequence[RankTensor]:
         model = self._engine.module
@@ -103,28 +112,56 @@ class DeepSpeedWeightExtractor(WeightExtractor):
         )
 
     def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
-        self._names.check()
         tensors = self._slots.tensors()
         if tensors is None:
             return None
-        return [_partition(tensor) if _is_partitioned(tensor) else tensor for tensor in tensors]
+        now = [_partition(one) if _is_partitioned(one) else one for one in tensors]
+        self._merge_into(now, tensors)
+        return now
+
+    def _merge_into(self, now: list[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> None:
+        """Put merged weights in the place of frozen ones; under ZeRO-3 a collective.
+
+        What a rank holds of a weight needs the whole matrices A and B: DeepSpeed gathers these,
+        one layer after the other, and nothing of the weight.
+        """
+        self._merged.clear()
+        unmerged = self._names.unmerged()
+        places = {slot.path: at for at, slot in enumerate(self._slots.slots)} if unmerged else {}
+        for one in unmerged:
+            at = places[one.path]
+            require_untied(self._all_known(), at)
+            held, parameter = now[at], tensors[at]
+            live = {factor: one.live(factor) for factor in one.factors()}
+            with _gathered([factor for factor in live.values() if _is_partitioned(factor)]):
+                if not _is_partitioned(parameter):
+                    now[at] = one.merged(parameter)
+                    continue
+                self._merged.add(at)
+                if held is not None:
+                    now[at] = one.merged(held, begin=_own_range(parameter)[0])
 
     def _fill(
         self,
         views: Sequence[torch.Tensor],
         sources: Sequence[int],
-        tensors: Sequence[torch.Tensor | None],  # noqa: ARG002 - DeepSpeed gathers its own
+        tensors: Sequence[torch.Tensor | None],
     ) -> None:
-        import deepspeed
-
         known = self._all_known()
+        cut: list[Shared] = []
         for view, source in zip(views, sources, strict=True):
             parameter = self._slots.slots[source].tensor()
             if known[source].is_whole:
-                view.copy_(parameter)
-                continue
-            with deepspeed.zero.GatheredParameters([parameter]):
-                view.copy_(parameter.detach().view(view.shape))
+                view.copy_(tensors[source])  # type: ignore[arg-type]  # so this rank holds it
+            elif source in self._merged:  # what DeepSpeed would gather is the frozen weight
+                cut.append((view, _split(known[source], parameter), tensors[source]))
+            else:
+                with _gathered([parameter]):
+                    view.copy_(parameter.detach().view(view.shape))
+        gather(cut, window=self._reserve_nbytes())
+
+    def _reserve_nbytes(self) -> int:
+        return window_nbytes(self._chunk_nbytes) if self._names.is_merging else 0
 
     def _aside_nbytes(self, known: RankTensor, dtype: torch.dtype) -> int:  # noqa: ARG002 - it gathers in its own
         # DeepSpeed gathers into a buffer and then into the parameter, in the parameter's own dtype.
@@ -174,6 +211,26 @@ def _require_plain_partition(name: str, tensor: Any, ranks: tuple[int, ...]) -> 
 
 def _is_partitioned(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "ds_tensor", None) is not None
+
+
+def _gathered(parameters: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Have partitioned parameters whole for a while; a collective."""
+    if not parameters:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(parameters))  # type: ignore[no-any-return]
+
+
+def _split(known: RankTensor, parameter: Any) -> Split:
+    """How the ranks share a partitioned tensor."""
+    group, share = parameter.ds_process_group, parameter.ds_tensor.ds_numel
+    parts = []
+    for at, rank in enumerate(torch.distributed.get_process_group_ranks(group)):
+        piece = flat_piece(known.name, known.shape, at * share, (at + 1) * share)
+        if piece is not None:
+            parts.append((rank, (piece,)))
+    return Split(group=group, device=parameter.device, parts=tuple(parts))
 
 
 def _owners(tensor: Any) -> tuple[int, ...]:

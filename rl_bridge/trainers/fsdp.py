@@ -18,7 +18,7 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.parallel import Piece
-from rl_bridge.trainers.base import RankTensor, WeightExtractor
+from rl_bridge.trainers.base import RankTensor, WeightExtractor, require_untied
 from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES
 from rl_bridge.trainers.gather import (
     Shared,
@@ -39,10 +39,13 @@ from rl_bridge.trainers.meshes import (
 )
 from rl_bridge.trainers.modules import (
     Adapters,
+    Factor,
     ModuleSlots,
     Naming,
     Slot,
+    Unmerged,
     clean_name,
+    factor_name,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +68,8 @@ class FlatUnit:
         is_cut: the ranks hold ranges of it; else each holds a copy.
         rank: this rank, of the world.
         replica: number of this rank's copy of what it holds.
-        paths: of the parameters inside.
+        paths: of the parameters inside, without the words of wrappers.
+        numbers: the same path -> number of the tensor that is published of it.
         tensors: what is published of it; tied ones have the number of an earlier one in the unit.
 
     """
@@ -102,6 +106,7 @@ class FlatUnit:
         total = sum(_PADDING(self._flat)[0])
         self._range_numel = -(-total // self._world)
         self.paths: set[str] = set()
+        self.numbers: dict[str, int] = {}
         self.tensors: list[RankTensor] = []
         self._begins: list[int] = []
         self._describe(prefix, naming)
@@ -133,6 +138,11 @@ class FlatUnit:
             parts=tuple((rank, (piece,)) for rank, piece in parts),
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where the unit computes, and its process group sends from."""
+        return self._device
+
     def held(self) -> torch.Tensor:
         """This rank's range of the flat parameter, padding included."""
         # torch puts the range aside when the unit is first used; until then the parameter is it.
@@ -140,16 +150,23 @@ class FlatUnit:
         flat: torch.Tensor = self._flat
         return (flat if aside is None else aside).detach()
 
-    def now(self) -> Iterator[torch.Tensor | None]:
+    def now(self) -> list[torch.Tensor | None]:
         """What this rank holds of each tensor at this moment."""
-        held, own = self.held(), self._index * self._range_numel if self.is_cut else 0
-        for tensor, at in zip(self.tensors, self._begins, strict=True):
-            begin = max(at - own, 0)
-            end = min(at + math.prod(tensor.shape) - own, self._range_numel)
-            if not self.is_cut:
-                yield held[begin:end].view(tensor.shape)
-            else:
-                yield held[begin:end] if begin < end else None
+        held = self.held()
+        return [self._part_of(held, number) for number in range(len(self.tensors))]
+
+    def now_of(self, number: int) -> torch.Tensor | None:
+        """The same of one tensor."""
+        return self._part_of(self.held(), number)
+
+    def _part_of(self, held: torch.Tensor, number: int) -> torch.Tensor | None:
+        shape, at = self.tensors[number].shape, self._begins[number]
+        own = self._index * self._range_numel if self.is_cut else 0
+        begin = max(at - own, 0)
+        end = min(at + math.prod(shape) - own, self._range_numel)
+        if not self.is_cut:
+            return held[begin:end].view(shape)
+        return held[begin:end] if begin < end else None
 
     def _parts(self, name: str, shape: tuple[int, ...], begin: int) -> Iterator[tuple[int, Piece]]:
         """The ranks of the unit that hold elements of a tensor, and what they hold."""
@@ -181,7 +198,7 @@ class FlatUnit:
                 raise IncompatibleUpdate(msg)
             name = self._named(path, naming)
             if name is not None:
-                numbers[path] = len(self.tensors)
+                numbers[path] = self.numbers[clean_name(path)] = len(self.tensors)
                 trains = bool(parameter.requires_grad)
                 self._add(name, tuple(shape), begin, is_trainable=trains)
         for key, _, module, first_key, _, first_module in _TIES(flat):
@@ -189,6 +206,7 @@ class FlatUnit:
             number = numbers.get(_joined(prefix, first_module, first_key))
             if name is not None and number is not None:
                 one, begin = self.tensors[number], self._begins[number]
+                self.numbers[clean_name(_joined(prefix, module, key))] = len(self.tensors)
                 self._add(name, one.shape, begin, is_trainable=one.is_trainable, tied_to=number)
 
     def _add(
@@ -294,6 +312,7 @@ class FSDPWeightExtractor(WeightExtractor):
         self._model = model
         self._mesh = mesh
         self._units: list[FlatUnit] = []
+        self._factor_places: dict[str, tuple[FlatUnit, int]] = {}
         self._is_dtensor: list[bool] = []
         self._is_empty: list[bool] = []
         self._cut_often: set[str] = set()
@@ -307,6 +326,10 @@ class FSDPWeightExtractor(WeightExtractor):
         self._splits = {}
         self._reshard()
         self._units = flat_units(self._model, naming)
+        of_factors = flat_units(self._model, factor_name) if naming.is_merging else []
+        self._factor_places = {
+            path: (unit, number) for unit in of_factors for path, number in unit.numbers.items()
+        }
         flat = {path for unit in self._units for path in unit.paths}
         self._slots = ModuleSlots(self._model, naming)
         self._slots.select(lambda slot: slot.key != _FLAT_KEY and clean_name(slot.path) not in flat)
@@ -361,8 +384,6 @@ class FSDPWeightExtractor(WeightExtractor):
     # ---- bytes
 
     def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
-        if self._units:  # in a flat parameter, a weight has no place of its own to be merged in
-            self._names.check()
         tensors = self._slots.tensors()
         if tensors is not None and not self._is_sharded(tensors):
             # A forward pass may have left whole parameters in the place of sharded ones.
@@ -370,7 +391,8 @@ class FSDPWeightExtractor(WeightExtractor):
             tensors = self._slots.tensors()
         if tensors is None or not self._is_sharded(tensors):
             return None
-        if merged := self._names.merged():
+        flat = [tensor for unit in self._units for tensor in unit.now()]
+        if merged := self._merged(flat):
             slots = self._slots.slots
             tensors = [merged.get(slot.path, one) for slot, one in zip(slots, tensors, strict=True)]
         self._live = tensors
@@ -379,9 +401,59 @@ class FSDPWeightExtractor(WeightExtractor):
             None if is_empty else local_of(tensor) if is_dtensor else tensor
             for tensor, is_dtensor, is_empty in facts
         ]
-        for unit in self._units:
-            now += unit.now()
-        return now
+        return now + flat
+
+    def _merged(self, flat: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Weights with their adapters merged in, by path; those in flat parameters go into `flat`.
+
+        What a rank holds of a flat parameter needs the whole matrices A and B: the ranks gather
+        these, one layer after the other, and nothing of the weights.
+
+        Args:
+            flat: what this rank holds of the tensors of all units.
+
+        """
+        if not self._units:
+            return self._names.merged()
+        firsts = accumulate((len(unit.tensors) for unit in self._units), initial=0)
+        places = {
+            path: (unit, number, first + number)
+            for unit, first in zip(self._units, firsts, strict=False)
+            for path, number in unit.numbers.items()
+        }
+        found: dict[str, torch.Tensor] = {}
+        for one in self._names.unmerged():
+            factors = self._whole_factors(one)
+            if (place := places.get(clean_name(one.path))) is None:
+                found[one.path] = one.merged(factors=factors)
+                continue
+            unit, number, at = place
+            require_untied(self._all_known(), len(self._slots.slots) + at)
+            held = flat[at]
+            if held is not None:
+                pieces = unit.tensors[number].pieces
+                begin = pieces[0].offset[0] if pieces[0].is_flat else None
+                flat[at] = one.merged(held, begin=begin, factors=factors)
+        return found
+
+    def _whole_factors(self, one: Unmerged) -> dict[Factor, torch.Tensor]:
+        """The matrices of a layer's adapters, gathered; a collective of their units."""
+        found: dict[Factor, torch.Tensor] = {}
+        cut: list[Shared] = []
+        for factor, path in one.factors().items():
+            if path not in self._factor_places:  # FSDP was told to ignore it: each rank has it
+                found[factor] = one.live(factor).detach()
+                continue
+            unit, number = self._factor_places[path]
+            known, held = unit.tensors[number], unit.now_of(number)
+            if known.is_whole:
+                found[factor] = held  # type: ignore[assignment]  # so this rank holds it
+            else:
+                whole = torch.empty(known.shape, dtype=known.dtype, device=unit.device)
+                found[factor] = whole
+                cut.append((whole, unit.split(number), held))
+        gather(cut, window=self._reserve_nbytes())
+        return found
 
     def _is_sharded(self, tensors: Sequence[torch.Tensor]) -> bool:
         from torch.distributed.tensor import DTensor

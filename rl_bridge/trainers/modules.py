@@ -6,8 +6,9 @@ engines know the names of the model itself. `naming_of` leads from the one to th
 """
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,40 +43,43 @@ class ModelNames:
         """The name that is published."""
         return self._naming(name)
 
-    def check(self) -> None:
-        """Check, before each update, that weights hold what their names promise.
-
-        Raises:
-            IncompatibleUpdate: merged weights are asked for, and the adapters are not merged.
-
-        """
-        for name, _ in self._unmerged():
-            msg = (
-                f"the adapters of layer {clean_name(name)!r} are not merged into its weight, and "
-                "the weight without them is the frozen one. Call model.merge_adapter() before "
-                "each update and model.unmerge_adapter() after it, or publish one adapter "
-                '(adapter="NAME"), or pass adapters="only" or "base".'
-            )
-            raise IncompatibleUpdate(msg)
-
     def merged(self) -> dict[str, torch.Tensor]:
         """Weights with their adapters merged in, by path, where the model's own do not hold them.
 
         The model's own stay as they are. A weight that FSDP2 cuts stays cut: its ranks call this
-        together, since each needs the other ranks' rows of A.
+        together, since each needs the other ranks' rows of A. Of flat parameters and of ZeRO-3's
+        partitions, an extractor goes over `unmerged` itself.
+
+        Raises:
+            IncompatibleUpdate: a layer whose merged weight is no sum, such as one of DoRA.
+
+        """
+        return {one.path: one.merged() for one in self.unmerged()}
+
+    @property
+    def is_merging(self) -> bool:
+        """Whether merged weights are published, of a model that has adapted layers."""
+        return bool(self._layers)
+
+    def unmerged(self) -> "list[Unmerged]":
+        """The layers whose weight is the frozen one, although merged weights are published.
 
         Raises:
             IncompatibleUpdate: a layer whose merged weight is no sum, such as one of DoRA.
 
         """
         found = {}
-        for name, layer in self._unmerged():
-            base = getattr(layer, _PEFT_LAYER)
-            path, weight = f"{name}.{_PEFT_LAYER}.weight", base.weight
-            names = _active(layer)
+        for name, layer in self._layers.items():
+            if not hasattr(layer, _PEFT_LAYER) or getattr(layer, "merged", False):
+                continue
+            adapters = _own_adapters(layer)
+            if not adapters:
+                continue
             # Variants (DoRA, aLoRA) are no sums, and a bias of B's would go to the layer's own.
             marks = [getattr(layer, mark, {}) for mark in ("use_dora", "lora_variant", "lora_bias")]
-            is_more = any(mark.get(one) for mark in marks for one in names)
+            is_more = any(mark.get(one) for mark in marks for one in adapters)
+            # (That of parameters instead of a layer has a name for what it adapts.)
+            is_more |= hasattr(layer, "parameter_name")
             if is_more or not hasattr(layer, "get_delta_weight"):
                 msg = (
                     f"layer {clean_name(name)!r} has an adapter that is not merged by adding, such "
@@ -83,18 +87,141 @@ class ModelNames:
                     "update and model.unmerge_adapter() after it."
                 )
                 raise IncompatibleUpdate(msg)
-            with torch.no_grad():
-                total = weight.detach().clone()
-                for one in names:
-                    total += layer.get_delta_weight(one)  # (of a cut weight, placed as that is)
-            found[path] = total
+            # (Wrappers have the attributes of what they wrap, and come first.)
+            found[clean_name(name)] = Unmerged(name, layer, adapters)
+        return list(found.values())
+
+
+Factor = tuple[str, str]
+"""One matrix of a layer's adapters: peft's word for it, and the adapter's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unmerged:
+    """A layer of peft's whose weight does not hold its adapters.
+
+    Attributes:
+        name: of the layer, as the tree spells it.
+        layer: peft's.
+        adapters: peft's names of those that are merged in, in this order.
+
+    """
+
+    name: str
+    layer: Any
+    adapters: list[str]
+
+    @property
+    def path(self) -> str:
+        """Of the frozen weight, as the tree spells it."""
+        return f"{self.name}.{_PEFT_LAYER}.weight"
+
+    def factors(self) -> "dict[Factor, str]":
+        """The matrices A and B of these adapters, and the path of each without wrappers' words.
+
+        Raises:
+            IncompatibleUpdate: an adapter is no LoRA, so it has other ones.
+
+        """
+        found = {}
+        for word in _FACTORS:
+            kept = getattr(self.layer, word, {})
+            for adapter in self.adapters:
+                if adapter in kept:
+                    path = f"{clean_name(self.name)}.{word}.{adapter}"
+                    is_module = isinstance(kept[adapter], torch.nn.Module)
+                    found[word, adapter] = f"{path}.weight" if is_module else path
+        if len(found) != 2 * len(self.adapters):
+            msg = (
+                f"layer {clean_name(self.name)!r} has an adapter other than LoRA, and ranks hold "
+                "parts of its weight, expected pairs of matrices A and B. Call "
+                "model.merge_adapter() before each update and model.unmerge_adapter() after it."
+            )
+            raise IncompatibleUpdate(msg)
         return found
 
-    def _unmerged(self) -> Iterator[tuple[str, Any]]:
-        """Names and layers whose weight is the frozen one, although merged ones are published."""
-        for name, layer in self._layers.items():
-            if hasattr(layer, _PEFT_LAYER) and _active(layer) and not getattr(layer, "merged", 0):
-                yield name, layer
+    def live(self, factor: "Factor") -> torch.Tensor:
+        """The parameter that the layer has in that place now."""
+        word, adapter = factor
+        own = getattr(self.layer, word)[adapter]
+        return own.weight if isinstance(own, torch.nn.Module) else own  # type: ignore[return-value]
+
+    def merged(
+        self,
+        held: torch.Tensor | None = None,
+        *,
+        begin: int | None = None,
+        factors: "Mapping[Factor, torch.Tensor] | None" = None,
+    ) -> torch.Tensor:
+        """A copy of the frozen weight, with what the adapters add to it, in the weight's dtype.
+
+        What is added is what peft adds, for the whole weight: a range of it has the same bits.
+
+        Args:
+            held: the weight, or some elements of it; by default the layer's own weight.
+            begin: the first of these elements, counted over the whole weight; None for all.
+            factors: the whole matrices, as `factors` names them; by default the layer's own.
+
+        Raises:
+            IncompatibleUpdate: the weight and what is added to it do not have the same shape.
+
+        """
+        weight = getattr(getattr(self.layer, _PEFT_LAYER), "weight", None) if held is None else held
+        if weight is None:
+            msg = (
+                f"layer {clean_name(self.name)!r} has no weight of its own, such as a head that "
+                "shares the embedding's: nothing can be merged into it. Leave it out of "
+                'target_modules, or publish the adapter alone (adapter="NAME").'
+            )
+            raise IncompatibleUpdate(msg)
+        with torch.no_grad():
+            total = weight.detach().clone()
+            for adapter in self.adapters:
+                added = _without_side_effects(self.layer, factors).get_delta_weight(adapter)
+                if begin is not None:
+                    added = added.reshape(-1)[begin : begin + total.numel()].to(total.device)
+                if added.shape != total.shape:
+                    msg = (
+                        f"layer {clean_name(self.name)!r}: its adapter adds {list(added.shape)} to "
+                        f"a weight of {list(total.shape)}, expected one shape: how ranks share the "
+                        "two is not known. Publish what peft's merge_and_unload() gives."
+                    )
+                    raise IncompatibleUpdate(msg)
+                total += added  # (of a weight that FSDP2 cuts, placed as that is)
+        return total
+
+
+def _without_side_effects(layer: Any, factors: "Mapping[Factor, torch.Tensor] | None") -> Any:
+    """What peft computes a layer's delta with: the layer, but for its matrices.
+
+    These are `factors`, or the layer's own detached: some of peft's layers cast their matrices and
+    give what they cast to the parameters, which would part a parameter from its trainer's memory.
+    """
+    kept = {word: one for word in _FACTORS if (one := getattr(layer, word, None)) is not None}
+    if not kept:
+        return layer
+    stand_in = bare_copy(layer)
+    stand_in._modules = dict(layer._modules)  # noqa: SLF001 - torch has no public name for it
+    for word, matrices in kept.items():
+        replaced: dict[str, Any] = {}
+        for adapter, own in matrices.items():
+            is_module = isinstance(own, torch.nn.Module)
+            if factors is not None:
+                matrix = factors.get((word, adapter))
+            else:
+                matrix = (own.weight if is_module else own).detach()
+            if matrix is not None:
+                replaced[adapter] = SimpleNamespace(weight=matrix) if is_module else matrix
+        stand_in._modules[word] = replaced  # noqa: SLF001 - the same
+    return stand_in
+
+
+def bare_copy(module: Any) -> Any:
+    """Another object of the same class with the same attributes, children included."""
+    # (Modules may define what copy.copy() does, and some then copy tensors.)
+    made = module.__class__.__new__(module.__class__)
+    made.__dict__.update(module.__dict__)
+    return made
 
 
 # Words that wrappers put between two dots.
@@ -103,6 +230,8 @@ _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_o
 _PEFT_LAYER = "base_layer"
 _PEFT_SAVED = "modules_to_save"
 _PEFT_ORIGINAL = "original_module"
+# Where peft keeps the matrices of a LoRA: of layers that multiply, and of embeddings.
+_FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
 class Adapters(enum.StrEnum):
@@ -111,7 +240,7 @@ class Adapters(enum.StrEnum):
     MERGED = "merged"
     """The model's own names, with the adapters merged in; the training weights stay as they are.
 
-    In a flat parameter, such as FSDP1's and ZeRO's, ``model.merge_adapter()`` has to come first.
+    Where ranks hold parts of weights, they make the merged ones together, layer by layer.
     """
     BASE = "base"
     """The model's own names, without the adapters."""
@@ -227,14 +356,64 @@ def _configs(module: Any) -> Mapping[str, Any]:
 
 def is_adapted(module: torch.nn.Module) -> bool:
     """Whether this layer is peft's, in the place of another one."""
-    return hasattr(module, _PEFT_LAYER) or (
-        hasattr(module, _PEFT_SAVED) and hasattr(module, _PEFT_ORIGINAL)
-    )
+    return hasattr(module, _PEFT_LAYER) or is_saved_copy(module)
+
+
+def is_saved_copy(module: torch.nn.Module) -> bool:
+    """Whether peft trains a copy of the module that stood here."""
+    return hasattr(module, _PEFT_SAVED) and hasattr(module, _PEFT_ORIGINAL)
+
+
+def without_adapters(model: torch.nn.Module, merged: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """Another tree of the same tensors, in which peft's layers are those that they wrap.
+
+    Args:
+        model: stays as it is.
+        merged: weights that stand in the place of the layers' own, by path in `model`; they get
+            the attributes that the trainer gave to those.
+
+    """
+
+    def copied(module: torch.nn.Module, path: str) -> torch.nn.Module:
+        if hasattr(module, _PEFT_LAYER):
+            return copied(module.get_submodule(_PEFT_LAYER), _joined(path, _PEFT_LAYER))
+        made = bare_copy(module)
+        made._modules = {  # noqa: SLF001 - torch has no public name
+            name: None if child is None else copied(child, _joined(path, name))
+            for name, child in module._modules.items()  # noqa: SLF001 - the same
+        }
+        weight = merged.get(_joined(path, "weight"))
+        if weight is not None:
+            own = module.get_parameter("weight")
+            parameter = torch.nn.Parameter(weight, requires_grad=own.requires_grad)
+            parameter.__dict__.update(own.__dict__)
+            made._parameters = {**module._parameters, "weight": parameter}  # noqa: SLF001 - the same
+        return made  # type: ignore[no-any-return]
+
+    return copied(model, "")
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _active(layer: torch.nn.Module) -> list[str]:
     names = getattr(layer, "active_adapters", None) or getattr(layer, "active_adapter", [])
     return [names] if isinstance(names, str) else list(names)
+
+
+def _own_adapters(layer: Any) -> list[str]:
+    """The active adapters that this layer has: another one may be of other layers only."""
+    kinds = getattr(layer, "adapter_layer_names", None)
+    if kinds is None:
+        return _active(layer)
+    return [one for one in _active(layer) if any(one in getattr(layer, k, ()) for k in kinds)]
+
+
+def factor_name(path: str) -> str | None:
+    """The clean path of a matrix of some LoRA; None of other tensors. A `Naming`."""
+    name = clean_name(path)
+    return name if any(part in _FACTORS for part in name.split(".")) else None
 
 
 def _peft_name(name: str, wanted: Adapters, active: set[str]) -> str | None:

@@ -1,13 +1,17 @@
 """What the ranks of the peft tests run."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rl_bridge import (
     DeepSpeedWeightExtractor,
@@ -17,9 +21,9 @@ from rl_bridge import (
 )
 from rl_bridge.compat.skyrl import LoRAConfig, LoRADiskWriter
 from rl_bridge.errors import IncompatibleUpdate
-from tests.trainers_torch.counting import Collectives
+from tests.trainers_torch.counting import Collectives, peak_nbytes
 from tests.trainers_torch.publishing import publisher_at
-from tests.trainers_torch.worlds import as_lists, filled, full_report
+from tests.trainers_torch.worlds import as_lists, described, filled, full_report
 
 
 def base() -> Any:
@@ -35,8 +39,11 @@ def base() -> Any:
     return filled(LlamaForCausalLM(config).to(torch.float32))
 
 
-def adapted() -> Any:
-    """With adapters whose products are exact, so that two ways to merge agree to the bit."""
+def adapted(*, is_exact: bool = True, dtype: str = "float32") -> Any:
+    """With adapters whose products are exact, so that two ways to merge agree to the bit; or not.
+
+    Not: every product and sum is rounded, and another order of them would be seen.
+    """
     options = LoraConfig(
         r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
     )
@@ -47,11 +54,18 @@ def adapted() -> Any:
                 one.copy_((torch.arange(one.numel()) % 5 - 2).view(one.shape) / 4)
             elif "modules_to_save" in name:
                 one.add_(1)
-    return model
+            if not is_exact:
+                one.copy_((torch.arange(one.numel()) + len(name)).view(one.shape).sin())
+    if dtype == "mixed":  # as peft makes them of a model in 16 bits
+        model.to(torch.bfloat16)
+        for name, one in model.named_parameters():
+            if "lora_" in name:
+                one.data = one.data.float()
+        return model
+    return model.to(getattr(torch, dtype))
 
 
-def sharded() -> Any:
-    model = adapted()
+def sharded(model: Any) -> Any:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for layer in model.base_model.model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -59,45 +73,91 @@ def sharded() -> Any:
     return model
 
 
+Made = tuple[Any, Callable[..., WeightExtractor]]
+
+
+def trained_by(trainer: str, model: Any) -> Made:
+    """A peft model that a trainer has cut, and what makes an extractor of it."""
+    if trainer == "fsdp2":
+        made = sharded(model)
+        return made, partial(FSDPWeightExtractor, made)
+    if trainer.startswith("fsdp1"):
+        options: Any = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        if trainer == "fsdp1-whole":
+            options["sharding_strategy"] = ShardingStrategy.NO_SHARD
+        if trainer == "fsdp1-apart":  # each matrix in a unit of its own, as peft's policy has it
+            kinds = {torch.nn.Linear, torch.nn.Embedding, LlamaRMSNorm}
+            options |= {"use_orig_params": False, "auto_wrap_policy": ModuleWrapPolicy(kinds)}
+        root: Any = FullyShardedDataParallel(model, **options)
+        return root, partial(FSDPWeightExtractor, root)
+    # (It changes PATH for its process when it is imported.)
+    from tests.trainers.deepspeed_cases import engine
+
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    made = engine(int(trainer.removeprefix("zero")), model=model, dtype=dtype)
+    return made.module, partial(DeepSpeedWeightExtractor, made)
+
+
 def parts(adapters: str, *, is_merged: bool) -> Any:
-    model = sharded()
-    before = {name: one.full_tensor() for name, one in model.named_parameters()}
+    """Of FSDP2."""
+    model, extractor_of = trained_by("fsdp2", adapted())
     if is_merged:
         model.merge_adapter()
-    found = full_report(FSDPWeightExtractor(model, adapters=adapters))
-    after = {name: one.full_tensor() for name, one in model.named_parameters()}
-    assert is_merged or all(one.equal(before[name]) for name, one in after.items())
+    return full_report(extractor_of(adapters=adapters))
+
+
+def merged(trainer: str, dtype: str) -> Any:
+    """Merged weights of adapters that round, in chunks of a module each."""
+    model, extractor_of = trained_by(trainer, adapted(is_exact=False, dtype=dtype))
+    extractor = extractor_of(chunk_nbytes=400)
+    before = held_by(extractor_of)
+    found = full_report(extractor)
+    assert held_by(extractor_of) == before
+    assert all(not getattr(one, "merged", False) for one in model.modules())
     return found
 
 
-def forgotten() -> str:
-    """The second update, before which nobody merged what lies in flat parameters."""
-    options: Any = {"use_orig_params": True, "device_id": torch.device("cpu")}
-    model: Any = FullyShardedDataParallel(adapted(), **options)
-    extractor = FSDPWeightExtractor(model)
-    with FullyShardedDataParallel.summon_full_params(model):
-        model.merge_adapter()
-    list(extractor.local())
-    with FullyShardedDataParallel.summon_full_params(model):
-        model.unmerge_adapter()
+def held_by(extractor_of: Callable[..., WeightExtractor]) -> Any:
+    """What this rank holds of the training weights, and of the adapter."""
+    return [
+        described(list(extractor_of(adapters=adapters).local())) for adapters in ("base", "only")
+    ]
+
+
+def not_by_adding(trainer: str) -> str:
+    options = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], use_dora=True)
+    return refusal(trainer, get_peft_model(base(), options))
+
+
+def tied_head(trainer: str) -> str:
+    """With an adapter of the head, which is the embedding."""
+    model = get_peft_model(base(), LoraConfig(r=2, target_modules=["lm_head"]))
+    model.base_model.model.lm_head.base_layer.weight = model.get_input_embeddings().weight
+    return refusal(trainer, model)
+
+
+def refusal(trainer: str, model: Any) -> str:
+    _, extractor_of = trained_by(trainer, model)
     try:
-        list(extractor.local())
+        list(extractor_of().local())
     except IncompatibleUpdate as error:
         return str(error)
     return "nothing"
 
 
-def adapter_extractor(trainer: str) -> WeightExtractor:
-    if trainer == "fsdp2":
-        return FSDPWeightExtractor(sharded(), adapter="policy")
-    if trainer == "fsdp1":
-        options: Any = {"use_orig_params": True, "device_id": torch.device("cpu")}
-        return FSDPWeightExtractor(FullyShardedDataParallel(adapted(), **options), adapter="policy")
-    # (It changes PATH for its process when it is imported.)
-    from tests.trainers.deepspeed_cases import engine
+def peak(trainer: str) -> Any:
+    """Memory that merging takes over the chunks, and bytes of all weights."""
+    config = LoraConfig(r=8, target_modules=[str(one) for one in range(32)])
+    layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(32)))
+    _, extractor_of = trained_by(trainer, get_peft_model(layers, config))
+    extractor = extractor_of(chunk_nbytes=4 << 20)
+    for _ in extractor.full():
+        pass
+    return [*peak_nbytes(extractor.full()), 32 * 512 * 512 * 4]
 
-    made = engine(int(trainer.removeprefix("zero")), model=adapted())
-    return DeepSpeedWeightExtractor(made, adapter="policy")
+
+def adapter_extractor(trainer: str) -> WeightExtractor:
+    return trained_by(trainer, adapted())[1](adapter="policy")
 
 
 def published_adapter(trainer: str, port: int) -> Any:
@@ -125,9 +185,9 @@ def written_for_skyrl(folder: str) -> Any:
     return writer.write(adapter_extractor("fsdp2"), weight_version=3)
 
 
-def expected(adapters: str) -> Any:
+def expected(adapters: str, **options: Any) -> Any:
     """What one process has, by peft's own means."""
-    model = adapted()
+    model = adapted(**options)
     if adapters == "only":
         found = get_peft_model_state_dict(model)
     elif adapters == "base":

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,44 @@ def test_ranks_publish_what_peft_itself_would_save(
     assert [report["full"] for report in reports] == [whole, whole]
 
 
-def test_an_update_that_was_not_merged_is_refused_also_after_one_that_was(two: World) -> None:
-    assert all("Call model.merge_adapter()" in answer for answer in two.run("forgotten"))
+@pytest.mark.parametrize(
+    ("trainer", "dtype"),
+    [
+        *product(
+            ["fsdp1", "fsdp1-apart", "fsdp1-whole", "fsdp2", "zero1", "zero2", "zero3"],
+            ["float32", "bfloat16"],
+        ),
+        ("fsdp1-apart", "mixed"),
+    ],
+)
+def test_ranks_merge_to_the_bit_what_peft_merges_and_train_on_with_the_same_weights(
+    two: World, trainer: str, dtype: str
+) -> None:
+    reports = two.run("merged", trainer=trainer, dtype=dtype)
+    whole = peft_cases.expected("merged", is_exact=False, dtype=dtype)
+    assert assembled(reports) == whole
+    assert [report["full"] for report in reports] == [whole, whole]
+
+
+@pytest.mark.parametrize("trainer", ["fsdp1", "zero3"])
+def test_merging_takes_the_memory_of_a_ranks_part_and_of_a_chunk(two: World, trainer: str) -> None:
+    for peak, count, nbytes in two.run("peak", trainer=trainer):
+        assert count > 5
+        assert peak < nbytes / 2 + (12 << 20)
+
+
+@pytest.mark.parametrize("trainer", ["fsdp1", "zero1", "zero3"])
+def test_ranks_refuse_a_decomposed_adapter_as_one_process_does(two: World, trainer: str) -> None:
+    for answer in two.run("not_by_adding", trainer=trainer):
+        assert "q_proj' has an adapter that is not merged by adding" in answer
+
+
+@pytest.mark.parametrize("trainer", ["fsdp1", "zero1", "zero3"])
+def test_ranks_refuse_an_adapter_of_one_of_two_tied_layers_all_of_them(
+    two: World, trainer: str
+) -> None:
+    for answer in two.run("tied_head", trainer=trainer):
+        assert "lm_head.weight' and 'model.embed_tokens.weight' are one tensor" in answer
 
 
 def test_a_hook_that_merges_around_each_update_sends_what_peft_itself_would_merge() -> None:
@@ -148,6 +185,26 @@ def test_merged_weights_are_what_peft_would_merge_and_the_model_stays_as_it_is()
         assert found.keys() == expected.keys()
         assert all(found[name].equal(one) for name, one in expected.items())
     assert all(one.equal(before[name]) for name, one in model.state_dict().items())
+
+
+def test_only_the_active_adapter_is_merged_into_the_layers_that_have_it() -> None:
+    model = peft_cases.adapted()
+    model.add_adapter("other", LoraConfig(r=1, lora_alpha=3, target_modules=["v_proj"]))
+    model.set_adapter("other")
+    expected = copy.deepcopy(model).merge_and_unload().state_dict()
+    found = StateDictExtractor(model)
+    merged = {name: one for chunk in found.local() for name, one in chunk.items()}
+    assert all(merged[name].equal(one) for name, one in expected.items() if "lm_head" not in name)
+
+
+def test_an_adapter_of_one_of_two_tied_layers_is_not_merged() -> None:
+    model = get_peft_model(peft_cases.base(), LoraConfig(r=2, target_modules=["lm_head"]))
+    model.base_model.model.lm_head.base_layer.weight = model.get_input_embeddings().weight
+    with (
+        make_weight_bridge("local") as bridge,
+        pytest.raises(IncompatibleUpdate, match=r"lm_head.*embed_tokens.*are one tensor"),
+    ):
+        bridge.publish(model, weight_version=1, merged=True)
 
 
 def test_a_decomposed_adapter_is_not_merged_by_adding() -> None:
