@@ -9,8 +9,9 @@ part of a rank lies in those, `hf_pieces` says without a gather, from mbridge's 
 
 Of a LoRA that peft put into such a model, one of the two matrices is cut where its layer is: B's
 rows in a column-parallel layer, A's columns in a row-parallel one. Megatron marks them as it marks
-weights. A fused layer has one pair: A is published once for each of Hugging Face's modules in it,
-and B's rows go where the rows of the fused weight go.
+weights: what a rank holds of the two gives what it holds of the merged weight. A fused layer has
+one pair: A is published once for each of Hugging Face's modules in it, and B's rows go where the
+rows of the fused weight go.
 """
 
 import copy
@@ -24,7 +25,7 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.adapter import PEFT_ROOT, AdapterSpec
 from rl_bridge.manifest.parallel import Piece
-from rl_bridge.trainers.base import RankTensor, WeightExtractor
+from rl_bridge.trainers.base import RankTensor, WeightExtractor, tied_refusal
 from rl_bridge.trainers.chunks import (
     DEFAULT_CHUNK_NBYTES,
     WeightChunk,
@@ -45,11 +46,16 @@ from rl_bridge.trainers.gather import (
 )
 from rl_bridge.trainers.modules import (
     AdapterNames,
+    Adapters,
+    ModelNames,
     ModuleSlots,
     Naming,
     Slot,
     clean_name,
     is_adapted,
+    is_saved_copy,
+    naming_of,
+    without_adapters,
 )
 
 # ---- names of Hugging Face --------------------------------------------------------------------
@@ -620,7 +626,8 @@ class MegatronWeightExtractor(WeightExtractor):
     rank, as the bridge exports them. With mbridge, `local` tells where each part lies in Hugging
     Face's tensors as well, without a gather.
 
-    With `adapter` it is one LoRA of peft's, under the same names.
+    Of a model with peft's layers it is the weights with the adapters merged in: a rank merges what
+    it holds, and asks no other one. With `adapter` it is one LoRA, under the same names.
     """
 
     def __init__(
@@ -628,6 +635,7 @@ class MegatronWeightExtractor(WeightExtractor):
         model: torch.nn.Module | Sequence[torch.nn.Module],
         *,
         bridge: Any = None,
+        adapters: Adapters | str = Adapters.MERGED,
         adapter: str | None = None,
         base_root: str = "",
         chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
@@ -638,24 +646,32 @@ class MegatronWeightExtractor(WeightExtractor):
         Args:
             model: the model of this rank, or its parts of a virtual pipeline.
             bridge: of mbridge (``AutoBridge``) or of Megatron-Bridge, which made the model.
+            adapters: what is published of a model with peft adapters: merged weights, or the
+                weights without them.
             adapter: publish one adapter under this name, and nothing else: see `WeightExtractor`.
             base_root: root of the base weights that the adapter was trained on.
             chunk_nbytes: bytes of one chunk.
             keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
 
         Raises:
-            IncompatibleUpdate: no modules, or no bridge; a model of peft's of which is not said
-                what is published.
+            IncompatibleUpdate: no modules, or no bridge; adapters without a name.
             WeightBridgeUnavailableError: Megatron is not installed, or not initialized; an adapter
                 with a bridge that does not tell names.
 
         """
         super().__init__(
+            adapters=adapters,
             adapter=adapter,
             base_root=base_root,
             chunk_nbytes=chunk_nbytes,
             keep_buffers=keep_buffers,
         )
+        if adapter is None and adapters == Adapters.ONLY:
+            msg = (
+                f"adapters={str(adapters)!r}: expected 'merged' or 'base' under Megatron, where an "
+                "adapter is published under a name. Pass adapter='NAME'."
+            )
+            raise IncompatibleUpdate(msg)
         given: object = model
         self._models = [given] if isinstance(given, torch.nn.Module) else list(model)  # type: ignore[arg-type]
         if not self._models or not all(isinstance(one, torch.nn.Module) for one in self._models):
@@ -680,6 +696,7 @@ class MegatronWeightExtractor(WeightExtractor):
         self._bridge = bridge
         self._grid: Grid = grid_now()
         self._walks: list[ModuleSlots] = []
+        self._weights: list[ModelNames] = []  # of each walk, unless it is of an adapter
         self._repeats: list[list[int]] = []  # of each walk: known tensors of each slot
         self._shards: list[Shard] = []
         self._wholes: dict[str, tuple[Piece, ...]] = {}  # of an adapter's matrices: what each is
@@ -688,12 +705,20 @@ class MegatronWeightExtractor(WeightExtractor):
 
     def _tensors_known(self) -> Sequence[RankTensor]:
         self._walks, self._repeats, self._shards, self._wholes = [], [], [], {}
+        self._weights = []
+        self._named = None
         adapter = self._adapter_found()
         known: list[RankTensor] = []
         for wrapped in self._models:
             model: Any = unwrapped(wrapped)
             naming = naming_in(model, self._grid)
-            walk = ModuleSlots(model, naming if adapter is None else adapter.naming(naming))
+            if adapter is None:
+                self._weights.append(self._names_of_weights(model))
+                if self._weights[-1].is_merging:
+                    self._named = self._weights[-1]
+                walk = ModuleSlots(model, _both(naming, self._weights[-1]))
+            else:
+                walk = ModuleSlots(model, adapter.naming(naming))
             firsts: list[int] = []
             for slot, tied_to in zip(walk.slots, walk.ties(), strict=True):
                 at = None if tied_to is None else firsts[tied_to]
@@ -709,21 +734,33 @@ class MegatronWeightExtractor(WeightExtractor):
 
     def _adapter_found(self) -> StageAdapter | None:
         if self._adapter is None:
-            for model in self._models:
-                for path, module in model.named_modules():
-                    if is_adapted(module):
-                        msg = (
-                            f"layer {clean_name(path)!r} is peft's, and it is not said what of the "
-                            "model is published. Pass adapter='NAME' (the adapter alone), or the "
-                            "model that peft's merge_and_unload() gives (with it merged in)."
-                        )
-                        raise IncompatibleUpdate(msg)
             return None
         found = StageAdapter(
             self._models, self._grid, self._bridge, name=self._adapter, base_root=self._base_root
         )
         self._named = found
         return found
+
+    def _names_of_weights(self, model: torch.nn.Module) -> ModelNames:
+        """How a model's own weights are called, with its adapters merged in or without them."""
+        for path, module in model.named_modules():
+            if is_saved_copy(module):
+                # (A copy that peft makes has lost Megatron's marks: which part of the module a
+                # rank's copy is cannot be read from it.)
+                msg = (
+                    f"module {clean_name(path)!r} is one of which peft trains a copy, expected "
+                    "adapters only: how the ranks share the copy is not known. Leave it out of "
+                    "modules_to_save."
+                )
+                raise WeightBridgeUnavailableError(msg)
+            if hasattr(getattr(module, "base_layer", None), "weight0"):
+                msg = (
+                    f"layer {clean_name(path)!r} has an adapter and holds all experts of this "
+                    "rank, expected adapters of layers with one weight: how the experts share the "
+                    "adapter is not known. Leave it out of target_modules."
+                )
+                raise WeightBridgeUnavailableError(msg)
+        return naming_of(model, self._adapters)
 
     def _matrices(
         self, adapter: StageAdapter, model: Any, slot: Slot, first: int
@@ -787,12 +824,14 @@ class MegatronWeightExtractor(WeightExtractor):
 
     def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
         found: list[torch.Tensor | None] = []
-        for walk, repeats in zip(self._walks, self._repeats, strict=True):
+        for number, (walk, repeats) in enumerate(zip(self._walks, self._repeats, strict=True)):
             tensors = walk.tensors()
             if tensors is None:
                 return None
-            for tensor, times in zip(tensors, repeats, strict=True):
-                found += [tensor] * times
+            model = unwrapped(self._models[number])
+            merged = _merged_in(model, self._weights[number]) if self._weights else {}
+            for slot, tensor, times in zip(walk.slots, tensors, repeats, strict=True):
+                found += [merged.get(slot.path, tensor)] * times
         return found
 
     # ---- whole tensors
@@ -815,12 +854,21 @@ class MegatronWeightExtractor(WeightExtractor):
         return _chunked(self._exported(), checked_dtype(dtype), self._chunk_nbytes)
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # Bridges know the names of models without peft.
+        models = [self._without_peft(model) for model in self._models]
         if is_megatron_bridge(self._bridge):
-            exported = self._bridge.export_hf_weights(self._models, show_progress=False)
+            exported = self._bridge.export_hf_weights(models, show_progress=False)
         else:
-            exported = self._bridge.export_weights(self._models)
+            exported = self._bridge.export_weights(models)
         for name, tensor in exported:
             yield name, tensor.detach()
+
+    def _without_peft(self, wrapped: torch.nn.Module) -> torch.nn.Module:
+        """A model as it was before peft, with the same tensors but for merged weights."""
+        if not any(is_adapted(module) for module in wrapped.modules()):
+            return wrapped
+        model = unwrapped(wrapped)
+        return without_adapters(model, _merged_in(model, self._names_of_weights(model)))
 
     def _named_anew(self, chunks: Iterable[WeightChunk]) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole matrices of an adapter as Hugging Face's: rows of fused layers apart."""
@@ -873,6 +921,36 @@ class MegatronWeightExtractor(WeightExtractor):
 
     def _reserve_nbytes(self) -> int:
         return window_nbytes(self._chunk_nbytes)
+
+
+def _merged_in(model: torch.nn.Module, names: ModelNames) -> dict[str, torch.Tensor]:
+    """Weights with their adapters merged in, by path; no collective.
+
+    What a rank holds of a layer's two matrices gives what it holds of the layer's weight.
+
+    Raises:
+        IncompatibleUpdate: one of them has another name, here or on the first pipeline stage.
+
+    """
+    merged = names.merged()
+    firsts: dict[int, str] = {}
+    for path, tensor in model.named_parameters(remove_duplicate=False) if merged else ():
+        first = firsts.setdefault(id(tensor), path)
+        if first != path and (first in merged or path in merged):
+            raise IncompatibleUpdate(tied_refusal(str(names(path)), str(names(first))))
+        if path in merged and getattr(tensor, "shared", False):
+            raise IncompatibleUpdate(tied_refusal(str(names(path)), EMBEDDING))
+    return merged
+
+
+def _both(first: Naming, second: Naming) -> Naming:
+    """One naming after another."""
+
+    def name_of(path: str) -> str | None:
+        name = first(path)
+        return None if name is None else second(name)
+
+    return name_of
 
 
 def _chunked(

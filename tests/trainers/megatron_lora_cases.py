@@ -14,7 +14,7 @@ from rl_bridge.trainers.megatron import MegatronWeightExtractor, unwrapped
 from tests.trainers.megatron_cases import expert_model, loaded, told
 from tests.trainers_torch.counting import Collectives
 from tests.trainers_torch.publishing import publisher_at
-from tests.trainers_torch.worlds import as_lists, described, full_report
+from tests.trainers_torch.worlds import as_lists, full_report
 
 OPTIONS: dict[str, Any] = {"r": 2, "lora_alpha": 4}
 # Megatron's layers, and those of Hugging Face's that they are.
@@ -186,11 +186,49 @@ def published(
     }
 
 
-def merged(path: str, targets: list[str], **degrees: int) -> Any:
-    """Whole weights with the adapter in them, as peft merges it on each rank."""
-    bridge, models = adapted(path, targets, degrees=degrees)
-    plain = [one.merge_and_unload() for one in models]
-    return described(list(MegatronWeightExtractor(plain, bridge=bridge).full()))
+def merged(
+    path: str,
+    targets: list[str],
+    *,
+    by_peft: bool = False,
+    is_exact: bool = True,
+    is_hf: bool = True,
+    wrapped: str = "",
+    **degrees: int,
+) -> Any:
+    """Weights with the adapter in them, as peft merges it on each rank or as they are published."""
+    bridge, models = adapted(path, targets, wrapped=wrapped, degrees=degrees)
+    if not is_exact:  # products and sums are rounded
+        for one in matrices(models):
+            one.sin_()
+    if by_peft:
+        models = [one.merge_and_unload() for one in models]
+    before = held(models)
+    found = full_report(
+        MegatronWeightExtractor(models, bridge=bridge if is_hf else None, chunk_nbytes=1000)
+    )
+    assert held(models) == before
+    return found
+
+
+def merged_experts(*, by_peft: bool = False) -> Any:
+    """The same of a model of which each of two ranks has two experts."""
+    made = with_lora(expert_model(ep=2), ["linear_qkv", "linear_fc1", "linear_fc2"])
+    for number, one in enumerate(matrices([made])):
+        one.copy_((torch.arange(one.numel()) + number).view(one.shape).sin())
+    return full_report(MegatronWeightExtractor(made.merge_and_unload() if by_peft else made))
+
+
+def matrices(models: list[Any]) -> list[torch.Tensor]:
+    """Those of the adapter on this rank, to be written to."""
+    named = [item for model in models for item in model.named_parameters()]
+    return [one.detach() for name, one in named if "lora_" in name]
+
+
+def held(models: list[Any]) -> Any:
+    """What this rank trains, by peft's names, and where it lies in memory."""
+    named = [item for model in models for item in model.named_parameters()]
+    return {name: [one.data_ptr(), as_lists(one)] for name, one in named}
 
 
 def trained(path: str, targets: list[str], **degrees: int) -> Any:
@@ -227,7 +265,7 @@ def refusals(path: str) -> Any:
             return super()._weight_to_hf_format(*arguments)
 
     answers = {
-        "unsaid": extracted(models),
+        "unnamed": extracted(models, adapters="only"),
         "no_peft": extracted(loaded(path, **degrees)[1], adapter="policy"),
         "exporter": extracted(models, adapter="policy", bridge=Exports()),
     }
@@ -235,6 +273,12 @@ def refusals(path: str) -> Any:
     layer = model.decoder.layers[1].self_attention.linear_qkv
     layer.lora_magnitude_vector["default"] = torch.nn.LayerNorm(3, bias=False)
     answers["dora"] = extracted(models, adapter="policy")
+    layer.lora_variant = {"default": "dora"}
+    answers["not_merged"] = told(lambda: list(MegatronWeightExtractor(models).local()))
+    layer.lora_variant = {}
+    layer.base_layer.weight0 = layer.base_layer.weight
+    answers["grouped"] = extracted(models)
+    del layer.base_layer.weight0
     del layer.lora_magnitude_vector["default"]
     layer.lora_B["default"].weight.tensor_model_parallel = False
     answers["no_marks"] = extracted(models, adapter="policy", bridge=bridge)
@@ -262,14 +306,28 @@ def stage_refusal(path: str, targets: list[str], patterns: dict[str, int], **deg
     return told(lambda: MegatronWeightExtractor(made, bridge=bridge, adapter="policy").adapter)
 
 
-def tied_refusal(path: str) -> str:
+def tied_refusal(path: str) -> Any:
     """With an adapter of the head, which is the embedding."""
     bridge, models = loaded(path)
     (model,) = models
     # (On one rank Megatron's head has no weight, and peft cannot adapt it.)
     model.output_layer.weight = model.embedding.word_embeddings.weight
     made = with_lora(model, ["output_layer"])
-    return told(lambda: MegatronWeightExtractor(made, bridge=bridge, adapter="policy").adapter)
+    alone = MegatronWeightExtractor(made, bridge=bridge, adapter="policy")
+    whole = MegatronWeightExtractor(made, bridge=bridge)
+    return [
+        told(lambda: alone.adapter),
+        told(lambda: list(whole.local())),
+        told(lambda: list(whole.full())),
+    ]
+
+
+def saved_refusal(path: str) -> str:
+    """With a layer of which peft trains a copy. (One of those that can be copied.)"""
+    bridge, models = loaded(path)
+    (model,) = models
+    made = with_lora(model, ["linear_qkv"], modules_to_save=["final_layernorm"])
+    return told(lambda: MegatronWeightExtractor(made, bridge=bridge).placements())
 
 
 def two_chunks(path: str) -> Any:

@@ -116,9 +116,40 @@ def test_ranks_publish_an_adapter_as_one_version_that_peft_loads(
     )
     in_one = read.merge_and_unload().state_dict()
     # What Megatron computes with, which knows no names of Hugging Face's.
-    (own, *_) = worlds(ranks, CASES).run("merged", **options, **degrees)
+    (report, *_) = worlds(ranks, CASES).run("merged", **options, by_peft=True, **degrees)
+    own = report["full"]
     assert own.keys() == in_one.keys()
     assert all(own[name][2] == as_lists(one) for name, one in in_one.items())
+
+
+@pytest.mark.parametrize("is_hf", [True, False], ids=["bridge", "raw"])
+@pytest.mark.parametrize(("ranks", "degrees"), [pytest.param(1, {}, id="alone"), *DEGREES])
+def test_each_rank_merges_what_peft_merges_in_it_and_trains_on_with_the_same_weights(
+    worlds: Worlds, path: str, ranks: int, degrees: dict[str, int], *, is_hf: bool
+) -> None:
+    targets = [*TARGETS, "output_layer"]
+    options = {"path": path, "targets": targets, "is_hf": is_hf, "is_exact": False, **degrees}
+    expected = worlds(ranks, CASES).run("merged", **options, by_peft=True)
+    reports = worlds(ranks, CASES).run("merged", **options, wrapped="outside")
+    assert [one["full"] for one in reports] == [one["full"] for one in expected]
+    assert assembled(reports) == assembled(expected)
+    assert [one["placements"] for one in reports] == [one["placements"] for one in expected]
+    assert all(one["asked"][0] == 0 for one in reports)
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}])
+def test_ranks_together_merge_to_the_bit_what_peft_merges_in_one_process(
+    worlds: Worlds, path: str, degrees: dict[str, int]
+) -> None:
+    options = {"path": path, "targets": TARGETS, "is_exact": False}
+    (alone,) = worlds(1, CASES).run("merged", **options, by_peft=True)
+    for report in worlds(2, CASES).run("merged", **options, **degrees):
+        assert report["full"] == alone["full"]
+
+
+def test_adapters_of_experts_are_merged_where_the_experts_are(worlds: Worlds) -> None:
+    world = worlds(2, CASES)
+    assert world.run("merged_experts") == world.run("merged_experts", by_peft=True)
 
 
 def test_scalings_and_ranks_of_layers_are_those_of_the_modules_in_them(
@@ -150,8 +181,9 @@ def test_a_step_of_training_gives_two_ranks_what_it_gives_one(worlds: Worlds, pa
 
 def test_what_is_not_known_of_an_adapter_is_refused(worlds: Worlds, path: str) -> None:
     for answer in worlds(2, CASES).run("refusals", path=path):
-        assert "linear_qkv' is peft's" in answer["unsaid"]
-        assert "adapter='NAME'" in answer["unsaid"]
+        assert "adapter='NAME'" in answer["unnamed"]
+        assert "not merged by adding" in answer["not_merged"]
+        assert "holds all experts of this rank" in answer["grouped"]
         assert "expected one of that name" in answer["no_peft"]
         assert "expected one of mbridge" in answer["exporter"]
         assert "layers.1.self_attention.linear_qkv.lora_magnitude_vector" in answer["dora"]
@@ -163,6 +195,11 @@ def test_what_is_not_known_of_an_adapter_is_refused(worlds: Worlds, path: str) -
     for answer in worlds(2, CASES).run("expert_refusal"):
         assert "local_experts" in answer
         assert "is of an expert" in answer
+
+
+def test_a_layer_of_which_peft_trains_a_copy_is_refused(worlds: Worlds, path: str) -> None:
+    (answer,) = worlds(1, CASES).run("saved_refusal", path=path)
+    assert "final_layernorm' is one of which peft trains a copy" in answer
 
 
 def test_stages_whose_layers_differ_are_refused(worlds: Worlds, path: str) -> None:
@@ -181,5 +218,6 @@ def test_parts_of_a_virtual_pipeline_are_one_adapter(worlds: Worlds, path: str) 
 # The last one: mbridge's table of names, once changed for a tied model, stays so in the process.
 def test_a_head_that_is_the_embedding_is_refused(worlds: Worlds, tmp_path: Path) -> None:
     saved("Qwen2", tmp_path / "tied", tie_word_embeddings=True)
-    (answer,) = worlds(1, CASES).run("tied_refusal", path=str(tmp_path / "tied"))
-    assert "'output_layer' has the weight of the embedding" in answer
+    ((alone, *whole),) = worlds(1, CASES).run("tied_refusal", path=str(tmp_path / "tied"))
+    assert "'output_layer' has the weight of the embedding" in alone
+    assert all("are one tensor" in answer for answer in whole)
