@@ -14,13 +14,13 @@ that claim: it is refused, however long it slept. For this the highest number of
 be free again: before the last version is removed, the number behind it is *filled*, and publishers
 step over that. Claims stay, one small object for each start of a trainer.
 
-**Leases have a time to live.** A reader writes an object with a counter, and counts on in it while
-it reads; a collector takes a lease for dead whose counter it saw unchanged for that time, by its
-own clock: no clocks are compared. A reader writes its lease and then looks for the marker; a
-collector removes the marker and then looks for leases. One of them sees the other. A reader that
-slept past its lease may find the data gone, but never other data: it digests every byte.
+**Leases have a time to live.** A reader writes an object with a counter, and increments it while it
+reads; a collector takes a lease for dead whose counter did not change for that time, by the
+collector's clock: no two clocks are compared. A reader writes its lease and then looks for the
+marker; a collector removes the marker and then looks for leases. One of them sees the other. A
+reader that slept past its lease may find the data gone, but never other data: it digests all of it.
 
-What a store must have for this, it is asked once, by doing it: see `ObjectStore.open_writer`.
+`ObjectStore.open_writer` tries whether a store creates an object only if there is none.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +41,7 @@ from rl_bridge.memory.control import Record
 from rl_bridge.transports.files.store import (
     KEPT,
     MARKER,
+    MAX_RECORD_NBYTES,
     RECORDS,
     FileContent,
     Lease,
@@ -61,6 +63,7 @@ _CLOSED = b"closed"
 _READERS = 16
 _FILE_NBYTES = 512 << 20  # what is written at once, from memory
 _REPORT_S = 1.0  # the longest that a report is waited for
+_SIDE_BY_SIDE = 8  # requests of the thread that renews
 _BEATS = 3  # in the time that a lease lives unchanged
 
 
@@ -114,6 +117,8 @@ class ObjectStore(VersionStore):
         self._has_timeouts = isinstance(self._fs, AsyncFileSystem)
         self._seen = _Counters(lease_s)
         self._keeper = _Keeper(lease_s / _BEATS)
+        # A request that hangs must not cost other leases their time.
+        self.beat_timeout_s = min(request_timeout_s, lease_s / _BEATS)
 
     def __str__(self) -> str:
         """The url."""
@@ -121,7 +126,9 @@ class ObjectStore(VersionStore):
 
     # ---- requests
 
-    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    def call(
+        self, method: str, *arguments: Any, timeout_s: float | None = None, **options: Any
+    ) -> Any:
         """One request, with a deadline where fsspec's file system has them.
 
         Raises:
@@ -131,7 +138,7 @@ class ObjectStore(VersionStore):
 
         """
         if self._has_timeouts:
-            options["timeout"] = self._timeout_s
+            options["timeout"] = timeout_s or self._timeout_s
         try:
             return getattr(self._fs, method)(*arguments, **options)
         except (FileNotFoundError, FileExistsError):
@@ -141,7 +148,8 @@ class ObjectStore(VersionStore):
             said = str(error) or type(error).__name__
             msg = (
                 f"{self._url}: {method} of {arguments[0]} failed: {type(error).__name__}: {said}. "
-                "See to the network, the credentials and the rights there, then try again."
+                "See to the network, the credentials and the rights there, or raise "
+                "request_timeout_s, then try again."
             )
             raise WeightBridgeUnavailableError(msg) from error
 
@@ -173,16 +181,31 @@ class ObjectStore(VersionStore):
         if not names:
             return {}
         paths = [self.path(*parts, name) for name in names]
-        found = self.call("cat", paths, on_error="return")
+        found = self.call("cat_ranges", paths, 0, MAX_RECORD_NBYTES, on_error="return")
         texts = {}
-        for path, text in found.items():
+        for name, text in zip(names, found, strict=True):
             if isinstance(text, FileNotFoundError):
                 continue
             if not isinstance(text, bytes):
-                msg = f"{path} cannot be read: {text}. See to the network, then try again."
+                msg = f"{name} in {self} cannot be read: {text}. See to the network, try again."
                 raise WeightBridgeUnavailableError(msg) from text
-            texts[path.rsplit("/", 1)[-1]] = text
+            texts[name] = text
         return texts
+
+    def text_at(self, path: str) -> bytes | None:
+        """Content of a small object; None if it is not there."""
+        try:
+            return bytes(self.call("cat_file", path, start=0, end=MAX_RECORD_NBYTES))
+        except FileNotFoundError:
+            return None
+
+    def has(self, path: str, *, timeout_s: float | None = None) -> bool:
+        """Whether an object is there."""
+        try:  # (fsspec's own `exists` may say no where it could not ask)
+            self.call("info", path, timeout_s=timeout_s)
+        except FileNotFoundError:
+            return False
+        return True
 
     # ---- reading
 
@@ -230,9 +253,9 @@ class ObjectStore(VersionStore):
 
     def is_leased(self, name: str) -> bool:
         """See `VersionStore.is_leased`: by somebody who lives, as far as this process saw."""
-        is_leased = False
+        asked_at, is_leased = time.monotonic(), False
         for lease, text in self.contents(LEASES, name).items():
-            if self._seen.is_fresh(f"{name}/{lease}", text):
+            if self._seen.is_fresh(f"{name}/{lease}", text, asked_at):
                 is_leased = True
             else:
                 self.delete(self.path(LEASES, name, lease))
@@ -330,14 +353,14 @@ class ObjectStore(VersionStore):
         """
         self.call("pipe_file", path, content, mode="create")
 
-    def put(self, path: str, content: bytes) -> None:
+    def put(self, path: str, content: bytes, *, timeout_s: float | None = None) -> None:
         """Write an object, whether it is there or not.
 
         Raises:
             WeightBridgeUnavailableError: the store cannot be written.
 
         """
-        self.call("pipe_file", path, content)
+        self.call("pipe_file", path, content, timeout_s=timeout_s)
 
     def delete(self, *paths: str) -> bool:
         """Remove objects; returns whether they are gone."""
@@ -360,7 +383,10 @@ class ObjectStore(VersionStore):
                     self.fill(marker.rank, marker.sequence + 1)
             if not self.delete(self.path(MARKER, marker_name(marker))):
                 return False
-            if self.is_leased(name):  # its reader was faster, and reads: the next sweep
+            if self.is_leased(name):  # its reader was faster, and reads: a later sweep removes it
+                return False
+            if self.is_kept(name):  # somebody was faster who keeps it
+                self.mark(marker)
                 return False
         return self.remove_data(name)
 
@@ -376,15 +402,7 @@ class ObjectStore(VersionStore):
             WeightBridgeUnavailableError: the store cannot be written.
 
         """
-        self.mark(
-            Marker(
-                sequence=sequence,
-                weight_version=0,
-                update_id=_NO_UPDATE,
-                rank=rank,
-                header=publisher,
-            )
-        )
+        self.mark(_filling(rank, sequence, publisher))
 
     def mark(self, marker: Marker) -> None:
         """Create a marker.
@@ -397,13 +415,13 @@ class ObjectStore(VersionStore):
         path, text = self.path(MARKER, marker_name(marker)), marker.model_dump_json().encode()
         try:
             self.create(path, text)
-        except FileExistsError:
-            # A request whose answer was lost is sent again by fsspec: then the object is ours.
-            if self.call("cat_file", path) != text:
+        except (FileExistsError, WeightBridgeUnavailableError):
+            # The answer to a request may be lost, and fsspec sends some again: look what is there.
+            if self.text_at(path) != text:
                 raise
 
     def keep(self, name: str, *, is_kept: bool) -> None:
-        """See `VersionStore.keep`; the lease that is held meanwhile keeps the collector out."""
+        """See `VersionStore.keep`: `remove` looks for a lease, and then for this object."""
         with self.leased(name):
             if is_kept:
                 self.put(self.path(name, KEPT), b"")
@@ -413,7 +431,7 @@ class ObjectStore(VersionStore):
 
     def is_kept(self, name: str) -> bool:
         """See `VersionStore.is_kept`."""
-        return bool(self.call("exists", self.path(name, KEPT)))
+        return self.has(self.path(name, KEPT))
 
     def unfinished(self) -> dict[str, int]:
         """See `VersionStore.unfinished`."""
@@ -429,8 +447,14 @@ class ObjectStore(VersionStore):
 
     def discard(self, name: str) -> None:
         """See `VersionStore.discard`."""
-        if not self.is_leased(name):
+        if not self.is_leased(name) and not self.is_kept(name):
             self.remove_data(name)
+
+    def forget_leases(self, names: Collection[str]) -> None:
+        """Remove dead leases of versions that are gone; `names` are those that are there."""
+        for name in self.listed(LEASES):
+            if name not in names:
+                self.is_leased(name)
 
     # ---- what consumers report
 
@@ -440,13 +464,13 @@ class ObjectStore(VersionStore):
 
     def records(self, prefix: str) -> list[Record]:
         """What consumers wrote; one is alive that counted on within the time that leases live."""
-        found = []
+        asked_at, found = time.monotonic(), []
         for name, text in self.contents(RECORDS).items():
             if not name.startswith(prefix):
                 continue
             try:
                 record = Record.model_validate_json(text.partition(b"\n")[2])
-                is_fresh = self._seen.is_fresh(f"{RECORDS}/{name}", text)
+                is_fresh = self._seen.is_fresh(f"{RECORDS}/{name}", text, asked_at)
                 is_open = not text.startswith(_CLOSED)
                 presence = "alive" if is_fresh and is_open else "gone"
             except ValidationError:
@@ -470,6 +494,24 @@ def marker_name(marker: Marker) -> str:
     return f"{marker.rank}-{marker.sequence:010d}"
 
 
+def _filling(rank: int, sequence: int, publisher: str) -> Marker:
+    """A marker of no version: a publisher's claim, or one that only fills a number."""
+    return Marker(
+        sequence=sequence, weight_version=0, update_id=_NO_UPDATE, rank=rank, header=publisher
+    )
+
+
+def _is_filling(marker: Marker) -> bool:
+    return marker.update_id == _NO_UPDATE and not marker.header
+
+
+def _is_fill(text: bytes) -> bool:
+    try:
+        return _is_filling(Marker.model_validate_json(text))
+    except ValidationError:
+        return False
+
+
 def _number(name: str) -> tuple[int, int]:
     """Rank and number of a marker by its name; (-1, 0) if it is no such name."""
     rank, _, number = name.partition("-")
@@ -487,13 +529,16 @@ class _Counters:
         self._lease_s = lease_s
         self._known: dict[str, tuple[bytes, float]] = {}
 
-    def is_fresh(self, name: str, content: bytes) -> bool:
-        now = time.monotonic()
+    def is_fresh(self, name: str, content: bytes, asked_at: float) -> bool:
+        """Whether it changed, between answers and questions that are so far apart."""
         known = self._known.get(name)
         if known is None or known[0] != content:
-            self._known[name] = content, now
+            self._known[name] = content, time.monotonic()
             return True
-        return now - known[1] < self._lease_s
+        if asked_at - known[1] < self._lease_s:
+            return True
+        del self._known[name]
+        return False
 
 
 class _Beat:
@@ -558,20 +603,28 @@ class _Keeper:
                     self._thread = None
                     return
                 due, self._due = self._due, []
-            for beat in due:
-                try:
-                    beat.call()
-                except (WeightBridgeUnavailableError, OSError) as error:
-                    _LOG.warning("a lease or a record was not renewed, and will be: %s", error)
+            with ThreadPoolExecutor(min(len(due), _SIDE_BY_SIDE)) as pool:
+                for error in pool.map(_call, due):
+                    if error is not None:
+                        _LOG.warning("a lease or a record was not renewed, and will be: %s", error)
+
+
+def _call(beat: _Beat) -> Exception | None:
+    try:
+        beat.call()
+    except (WeightBridgeUnavailableError, OSError) as error:
+        return error
+    return None
 
 
 class _ObjectLease(Lease):
-    """An object that its reader counts on in."""
+    """An object with a counter, which its reader increments."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store, self._pid = store, os.getpid()
         self._path = store.path(LEASES, name, uuid.uuid4().hex)
         self._writing, self._count, self._is_closed = threading.Lock(), 0, False
+        self._is_removed = False
         self._write()
         self._beat = store.keep_alive(self._write)
 
@@ -579,20 +632,26 @@ class _ObjectLease(Lease):
         with self._writing:
             if not self._is_closed:
                 self._count += 1
-                self._store.put(self._path, str(self._count).encode())
+                text = str(self._count).encode()
+                self._store.put(self._path, text, timeout_s=self._store.beat_timeout_s)
+            elif not self._is_removed:
+                self._beat.close()
+                self._is_removed = self._store.delete(self._path)
 
     def close(self) -> None:
         if os.getpid() != self._pid:  # a forked child does not end its parent's leases
             return
-        self._beat.close()
-        with self._writing:
-            if not self._is_closed:
-                self._is_closed = True
-                self._store.delete(self._path)
+        self._is_closed = True
+        self._write()
+
+    def drop(self) -> None:
+        if os.getpid() == self._pid:
+            self._is_closed = True
+            self._beat.soon()  # whose thread removes the object
 
 
 class _ObjectRecord(RecordFile):
-    """An object that its consumer counts on in; it is written in the keeper's thread."""
+    """An object with a counter, which its consumer increments; the keeper's thread writes it."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store, self._path = store, store.path(RECORDS, f"{name}.record")
@@ -613,12 +672,13 @@ class _ObjectRecord(RecordFile):
             text = self._text
             if self._is_removed or not text:
                 return
-            if text == self._written and not self._store.call("exists", self._path):
+            timeout_s = self._store.beat_timeout_s
+            if text == self._written and not self._store.has(self._path, timeout_s=timeout_s):
                 self._is_removed = True
                 return
             self._count += 1
             mark = _CLOSED if self._is_closed else str(self._count).encode()
-            self._store.put(self._path, mark + b"\n" + text)
+            self._store.put(self._path, mark + b"\n" + text, timeout_s=timeout_s)
             self._written = text
             if text == self._text:
                 self._is_current.set()
@@ -641,59 +701,76 @@ class _ObjectWriter(VersionWriter):
     def __init__(self, store: ObjectStore, rank: int, *, fenced: bool) -> None:
         self._store, self._rank, self._is_fenced = store, rank, fenced
         self._last = 0  # the number that this publisher took last
+        self._claim = 0  # and the first one, if it is fenced
+        self._tried = b""  # the marker of which it is unknown whether it was created
         if fenced:  # whoever published before is refused from here on
             self._last = self._highest()
-            while True:
+            while not self._claim:
                 self._last += 1
-                try:
+                with contextlib.suppress(FileExistsError):  # somebody published meanwhile
                     store.fill(rank, self._last, publisher=uuid.uuid4().hex)
-                except FileExistsError:
-                    continue  # somebody published meanwhile
-                return
+                    self._claim = self._last
 
     def write(self, name: str, files: Iterable[FileContent], marker: Marker) -> Lease:
         store = self._store
+        lease = _ObjectLease(store, name)  # before the files: an earlier publisher may sweep yet
         try:
             for file, pieces in files:
                 store.put(store.path(name, file), b"".join(pieces))
-            lease = _ObjectLease(store, name)
-        except BaseException:
-            store.remove_data(name)
-            raise
-        try:
             if not self._is_fenced:
-                self._last = self._highest()
+                self._last = max(self._last, self._highest())
             while True:
-                self._last += 1
-                lease.marker = marker.model_copy(update={"sequence": self._last})
-                try:
-                    store.mark(lease.marker)
-                except FileExistsError:
-                    self._step_over(self._last)
-                    continue
-                return lease
+                lease.marker = marker.model_copy(update={"sequence": self._last + 1})
+                if self._is_taken_by(lease.marker):
+                    return lease
         except BaseException:
-            lease.close()
-            store.remove(name)
+            with contextlib.suppress(WeightBridgeUnavailableError):
+                lease.close()
+                store.remove(name)
             raise
 
-    def _step_over(self, sequence: int) -> None:
-        """See to it that a number was only filled; or that several may publish."""
-        found = [one for one in self._own() if one.sequence == sequence]
-        is_filled = found and found[0].update_id == _NO_UPDATE and not found[0].header
-        if self._is_fenced and not is_filled:
-            self._last = sequence - 1  # so that it is refused again
-            msg = (
-                f"{self._store}: another publisher of rank {self._rank} has taken over, expected "
-                "this one. End this trainer, or give it a url of its own."
-            )
-            raise WeightBridgeUnavailableError(msg)
+    def _is_taken_by(self, marker: Marker) -> bool:
+        """Create a marker under the next number; False if that was filled, and is stepped over."""
+        store, text = self._store, marker.model_dump_json().encode()
+        try:
+            store.mark(marker)
+        except FileExistsError:
+            path = store.path(MARKER, marker_name(marker))
+            there = store.text_at(path) or b""
+            if there and there == self._tried:  # it came late, and its version was removed
+                fill = Marker.model_validate_json(there)
+                store.put(path, _filling(fill.rank, fill.sequence, "").model_dump_json().encode())
+            elif self._is_fenced and there and not _is_fill(there):
+                raise self._refused() from None
+            self._last = marker.sequence
+            self._tried = b""
+            return False
+        except BaseException:
+            self._tried = text
+            raise
+        self._last, self._tried = marker.sequence, b""
+        return True
+
+    def _refused(self) -> WeightBridgeUnavailableError:
+        return WeightBridgeUnavailableError(
+            f"{self._store}: another publisher of rank {self._rank} has taken over, expected this "
+            "one. End this trainer, or give it a url of its own."
+        )
+
+    def _is_superseded(self, own: list[Marker]) -> bool:
+        claims = (one for one in own if one.update_id == _NO_UPDATE and one.header)
+        return self._is_fenced and any(one.sequence > self._claim for one in claims)
 
     def add(self, name: str, file: str, content: bytes) -> None:
         self._store.put(self._store.path(name, file), content)
 
     def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
-        del name  # which the marker tells
+        own = self._own()
+        if self._is_superseded(own):
+            raise self._refused()
+        if lease.marker not in own:
+            msg = f"{name} is gone from {self._store}. Publish it again."
+            raise VersionNotFound(msg)
         self._store.put(
             self._store.path(MARKER, marker_name(marker)), marker.model_dump_json().encode()
         )
@@ -701,14 +778,17 @@ class _ObjectWriter(VersionWriter):
         return lease
 
     def sweep(self) -> None:
-        if not self._is_fenced:
+        own = self._own()
+        if not self._is_fenced or self._is_superseded(own):
             return
-        for name, rank in self._store.unfinished().items():
+        store = self._store
+        for name, rank in store.unfinished().items():
             if rank == self._rank:
-                self._store.discard(name)
-        for one in self._own():
-            if one.update_id == _NO_UPDATE and not one.header and one.sequence < self._last:
-                self._store.delete(self._store.path(MARKER, marker_name(one)))
+                store.discard(name)
+        store.forget_leases(store.listed())
+        for one in own:  # what was filled up to the claim keeps earlier publishers out
+            if _is_filling(one) and self._claim < one.sequence < self._last:
+                store.delete(store.path(MARKER, marker_name(one)))
 
     def close(self) -> None:
         """Nothing is held: a later publisher takes over by its claim."""

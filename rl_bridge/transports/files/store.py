@@ -9,10 +9,10 @@ is no version, and is removed by the next publisher of its rank. Versions are or
 published (`Marker.sequence`): a trainer that begins anew at an earlier step goes on behind what is
 there.
 
-**Leased while read.** What somebody holds a lease of is not removed, and neither is what somebody
-said to keep.
+**Leased while read.** A version is not removed while somebody holds a lease of it, and not as long
+as it is to be kept.
 
-**A group is whole or absent.** Of a version that several ranks published, each rank writes a part.
+**A group is whole or absent.** Where several ranks publish a version, each of them writes a part.
 The first rank's part holds the group's manifest, and its marker says when all ranks have committed
 the version (`Marker.is_committed`). Until then, and if they never do, the parts are no version.
 `rl_bridge.transports.files.retention` tells from the markers alone what is offered, and what is not
@@ -125,13 +125,17 @@ class Lease(ABC):
     def close(self) -> None:
         """Let the version be removed. Idempotent."""
 
+    def drop(self) -> None:
+        """The same, for finalizers: it waits for no other machine."""
+        self.close()
+
 
 class RecordFile(ABC):
     """What one consumer reports to one publisher; it lives as long as the consumer."""
 
     @abstractmethod
     def write(self, record: Record) -> None:
-        """Replace it; best effort, never waits."""
+        """Replace it; best effort. It waits for a second at most."""
 
     @abstractmethod
     def is_removed(self) -> bool:

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -24,7 +24,13 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
-from rl_bridge.errors import MalformedManifest, SegmentError, VersionNotFound, WeightBridgeError
+from rl_bridge.errors import (
+    MalformedManifest,
+    SegmentError,
+    VersionNotFound,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.group import GroupManifest
@@ -211,6 +217,8 @@ class Files(Transport):
         for version in reversed(offered(self.store.visible())):
             try:
                 manifest = self.store.manifest(version)
+            except WeightBridgeUnavailableError:
+                raise  # nothing is wrong with the version: an older one is not the newest
             except (WeightBridgeError, ValueError):
                 _LOG.warning("%s in %s is left out", version.name, self.store, exc_info=True)
                 continue
@@ -241,8 +249,12 @@ class Files(Transport):
         visible = self.store.visible()
         for one in offered(visible):
             if update_id_of(one, visible) == update_id:
-                for part in parts_of(one, visible):
-                    self.store.keep(part.name, is_kept=is_kept)
+                names = [part.name for part in parts_of(one, visible)]
+                with ExitStack() as leases:  # all of them, or none
+                    for name in names:
+                        leases.enter_context(self.store.leased(name))
+                    for name in names:
+                        self.store.keep(name, is_kept=is_kept)
                 return
         # A part that lost its group may have to be let go as well.
         self.store.keep(self.store.find(update_id), is_kept=is_kept)
@@ -616,7 +628,7 @@ class FilesConsumer(ConsumerEnd):
             lease.close()
             raise
         pin.header = bytes.fromhex(lease.marker.header)
-        weakref.finalize(pin.buffer, lease.close)
+        weakref.finalize(pin.buffer, lease.drop)
         return Attachment(manifest.table, pin, is_part=True)
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
