@@ -169,7 +169,7 @@ class FilesTensorBridge(TensorBridge):
     ) -> Iterator[WeightUpdateManifest]:
         """Yield each version once it is visible: first the newest that is there, then later ones.
 
-        Of versions that came between two looks only the newest is given. With the package
+        If several came between two looks, only the newest is given. With the package
         ``watchfiles`` (extra ``files``), and a directory that only this machine writes to, the
         kernel tells when to look.
 

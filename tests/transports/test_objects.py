@@ -554,7 +554,7 @@ def test_a_bucket_that_is_missing_and_a_server_that_is_gone_are_refused_by_name(
 ) -> None:
     with (
         files("s3://nobucket/run", options) as trainer,
-        pytest.raises(WeightBridgeUnavailableError, match="Make the bucket"),
+        pytest.raises(WeightBridgeUnavailableError, match="Make it, then"),
     ):
         publish(trainer, 1)
     gone = {**options, "endpoint_url": "http://127.0.0.1:9"}

@@ -64,7 +64,7 @@ class DirectoryStore(VersionStore):
     """
 
     def __init__(self, root: Path) -> None:
-        """Of versions below `root`; nothing is opened."""
+        """Keep versions below `root`; nothing is opened."""
         self.root = self.directory = root
 
     def __str__(self) -> str:

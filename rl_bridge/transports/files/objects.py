@@ -323,7 +323,7 @@ class ObjectStore(VersionStore):
         try:
             self._require_exclusive_creation()
         except FileNotFoundError as error:
-            msg = f"{self} is in nothing that is there: {error}. Make the bucket, then try again."
+            msg = f"the bucket of {self} is not there: {error}. Make it, then try again."
             raise WeightBridgeUnavailableError(msg) from error
         return _ObjectWriter(self, rank, fenced=fenced)
 
@@ -463,7 +463,7 @@ class ObjectStore(VersionStore):
         return _ObjectRecord(self, name)
 
     def records(self, prefix: str) -> list[Record]:
-        """What consumers wrote; one is alive that counted on within the time that leases live."""
+        """What consumers wrote; one is alive whose counter changed within `lease_s`."""
         asked_at, found = time.monotonic(), []
         for name, text in self.contents(RECORDS).items():
             if not name.startswith(prefix):
@@ -542,7 +542,7 @@ class _Counters:
 
 
 class _Beat:
-    """What a keeper calls, until it is closed."""
+    """A function that a keeper calls, until it is closed."""
 
     def __init__(self, keeper: "_Keeper", call: Callable[[], None]) -> None:
         self._keeper, self.call = keeper, call

@@ -300,7 +300,7 @@ class VersionStore(ABC):
     def manifest(self, version: StoredVersion) -> WeightUpdateManifest:
         """The manifest beside a marker, which must be the one that the marker was made for.
 
-        Of a group's first part it is the group's.
+        Beside the marker of a group's first part it is the group's manifest.
 
         Raises:
             SegmentError: it is gone, or another one.

@@ -544,7 +544,7 @@ class FilesConsumer(ConsumerEnd):
         return attached
 
     def _as_visible(self, look: Callable[[], _Found]) -> _Found:
-        """What a look gives: a file system may show a version, or files of it, a bit later."""
+        """Look until it succeeds: a file system may show a version, or its files, a bit later."""
         until, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
         while True:
             try:

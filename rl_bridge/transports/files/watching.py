@@ -1,8 +1,8 @@
 """Waiting for new versions: until the kernel tells of a change, or, where it cannot, by looking.
 
 The kernel (inotify, through the package ``watchfiles``) tells of changes that are made on this
-machine, on file systems of its own. What another machine writes to a network's file system it does
-not hear of, so there one looks every so often. The two differ in how soon a version is seen.
+machine, on file systems of its own. It is not told of what another machine writes to a network's
+file system, so there `watch` polls. The two differ in how soon a version is seen.
 """
 
 import importlib
@@ -19,7 +19,7 @@ __all__ = ["tells_of_changes", "watch"]
 _LOG = logging.getLogger(__name__)
 
 _MOUNTS = Path("/proc/self/mountinfo")
-# File systems that only this machine's kernel writes to. Of any other one it may not hear all.
+# File systems that only this machine's kernel writes to: it is told of all changes there.
 _LOCAL = frozenset(
     {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 )
