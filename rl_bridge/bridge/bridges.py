@@ -178,7 +178,8 @@ class FilesTensorBridge(TensorBridge):
             every_s: the longest time between two looks.
 
         Raises:
-            WeightBridgeUnavailableError: the directory cannot be read.
+            TypeError, ValueError: times that are no seconds above 0.
+            WeightBridgeUnavailableError: the store cannot be read.
 
         """
         assert isinstance(self._transport, Files)

@@ -391,6 +391,34 @@ def test_changes_are_told_of_where_only_this_machine_writes(directory: str, is_t
     assert tells_of_changes(Path(directory), mounts=MOUNTS) == is_told
 
 
+def test_a_watcher_misses_none_where_each_version_is_removed_before_the_next(run: Path) -> None:
+    reader = files(run)
+    watched = reader.watch(timeout_s=30.0, every_s=0.01)
+    for _ in range(2):  # trainers, one after the other, in a directory that is empty in between
+        with files(run, keep_last=0) as trainer:
+            for version in (1, 2, 3):
+                manifest = publish(trainer, version)
+                assert next(watched).update_id == manifest.update_id
+                trainer.release(manifest)
+
+
+def test_a_watcher_waits_for_a_directory_that_its_trainer_will_make(run: Path) -> None:
+    assert list(files(run).watch(timeout_s=0.05, every_s=0.01)) == []
+    with pytest.raises(ValueError, match="every_s=0: expected seconds above 0"):
+        files(run).watch(every_s=0)
+
+
+def test_a_watcher_is_not_given_an_older_version_where_the_newest_is_withdrawn(run: Path) -> None:
+    with files(run, keep_last=0) as trainer, files(run) as reader:
+        publish(trainer, 1)
+        newest = publish(trainer, 2)
+        watched = reader.watch(timeout_s=0.1, every_s=0.01)
+        assert next(watched).weight_version == 2
+        trainer.release(newest)
+        assert versions_in(run) == [1]
+        assert next(watched, None) is None
+
+
 @pytest.mark.parametrize(
     ("damage", "error"),
     [
@@ -538,6 +566,19 @@ def test_ranks_write_their_shards_and_nobody_gathers(run: Path) -> None:
         manifest = group.publish(shards_of(1), version=1)
         assert parts_in(run) == {1: [0, 1]}
         assert reader.import_update(manifest)["w"].equal(matrix(1))
+
+
+def test_a_group_that_lost_a_part_does_not_take_the_place_of_one_that_is_whole(run: Path) -> None:
+    with trainers(2, "files", url=run, keep_last=2) as group:
+        for version in (1, 2):
+            group.publish(shards_of(version), version=version)
+    shutil.rmtree(next(run.glob("0000000002-*-1")))
+    for rank in (0, 1):
+        with files(run, keep_last=1, source_rank=rank) as trainer:
+            trainer.publisher  # noqa: B018 - which collects at its start
+    with files(run) as reader:
+        assert versions_in(run) == [1]
+        assert reader.import_update(reader.newest() or "")["w"].equal(matrix(1))
 
 
 def test_an_engine_that_starts_after_its_trainers_ended_installs_what_several_ranks_published(

@@ -5,6 +5,7 @@ published is offered once the marker of its first part says that all ranks have,
 parts are there: each part's marker has the group's header.
 """
 
+import math
 from collections.abc import Collection, Iterable
 
 from rl_bridge.manifest.group import group_update_id
@@ -67,16 +68,24 @@ def surplus(
     """
     visible = list(visible)
     committed = {one.marker.header for one in visible if one.marker.is_committed}
+    whole = {one.marker.header for one in offered(visible)}
     published: list[StoredVersion] = []
+    counted: list[StoredVersion] = []
     found: list[StoredVersion] = []
     for one in visible:
         marker = one.marker
         if marker.rank == rank:
-            is_published = (
-                marker.part is None or marker.header in committed or marker.update_id in joined
-            )
+            is_joined = marker.part is None or marker.update_id in joined
+            is_published = is_joined or marker.header in committed
             (published if is_published else found).append(one)
-    older = published[: max(0, len(published) - keep_last)]
+            # A group of which a part is lost must not take the place of one that can be read.
+            if is_joined or marker.header in whole:
+                counted.append(one)
+    newest = counted[-keep_last:] if keep_last else []
+    since = newest[0].marker.sequence if newest else math.inf
     return found + [
-        one for one in older if not keep_every or one.marker.weight_version % keep_every
+        one
+        for one in published
+        if one.marker.sequence < since
+        and (not keep_every or one.marker.weight_version % keep_every)
     ]

@@ -13,9 +13,10 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -45,6 +46,7 @@ from rl_bridge.transports.base import (
     Availability,
     Carried,
     ConsumerEnd,
+    PartRequest,
     PublisherEnd,
     Transport,
     checked_seconds,
@@ -203,6 +205,8 @@ class Files(Transport):
             raise ValueError(f"file_nbytes={file_nbytes}: expected {_MIN_FILE_NBYTES} or more.")
         self._fenced = checked_flag("fenced", fenced)
         self._num_threads = checked_threads(num_threads)
+        # The manifest that was read last, by the version's name and header: watching looks often.
+        self._read: tuple[tuple[str, str], Any] = (("", ""), None)
 
     def stored(self) -> Iterator[tuple[int, WeightUpdateManifest]]:
         """Sequence and manifest of the versions that are there, the newest first.
@@ -215,8 +219,12 @@ class Files(Transport):
 
         """
         for version in reversed(offered(self.store.visible())):
+            known = (version.name, version.marker.header)
             try:
-                manifest = self.store.manifest(version)
+                named, manifest = self._read
+                if named != known:
+                    manifest = self.store.manifest(version)
+                    self._read = known, manifest
             except WeightBridgeUnavailableError:
                 raise  # nothing is wrong with the version: an older one is not the newest
             except (WeightBridgeError, ValueError):
@@ -231,11 +239,18 @@ class Files(Transport):
             WeightBridgeUnavailableError: the directory cannot be read.
 
         """
+        directory = self.store.directory
+
+        def newest() -> WeightUpdateManifest | None:
+            if directory is not None and not directory.exists():
+                return None  # its trainer makes it
+            return next((manifest for _, manifest in self.stored()), None)
+
         return watch(
-            lambda: next(self.stored(), None),
-            self.store.directory,
-            timeout_s=timeout_s,
-            every_s=every_s,
+            newest,
+            directory,
+            timeout_s=checked_seconds("timeout_s", timeout_s),
+            every_s=checked_seconds("every_s", every_s),
         )
 
     def keep(self, update_id: str, *, is_kept: bool) -> None:
@@ -542,6 +557,15 @@ class FilesConsumer(ConsumerEnd):
         )
         assert attached is not None  # as it was committed just now
         return attached
+
+    def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
+        """Attach parts of one version, all of which are leased before the first byte is read."""
+        with ExitStack() as leases:
+            for part in parts:
+                manifest = part.manifest
+                _, lease = self._as_visible(partial(self._leased, manifest))
+                leases.callback(lease.close)
+            return super().attach_parts(parts)
 
     def _as_visible(self, look: Callable[[], _Found]) -> _Found:
         """Look until it succeeds: a file system may show a version, or its files, a bit later."""

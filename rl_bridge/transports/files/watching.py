@@ -10,8 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.files.store import MARKER
 
 __all__ = ["tells_of_changes", "watch"]
@@ -27,33 +28,38 @@ _TICK_S = 0.1
 # After a change it looks at each tick for so long: a version comes in several changes, and those in
 # a directory that was made just now may be missed.
 _BUSY_S = 2.0
-_T = TypeVar("_T")
 
 
 def watch(
-    newest: Callable[[], tuple[int, _T] | None],
+    newest: Callable[[], WeightUpdateManifest | None],
     directory: Path | None,
     *,
     timeout_s: float,
     every_s: float,
-) -> Iterator[_T]:
-    """Yield what is newest, and then whatever is newer.
+) -> Iterator[WeightUpdateManifest]:
+    """Yield the newest version, and then each one that takes its place.
+
+    A version that was yielded is not yielded again, nor an older one of its publisher: it becomes
+    the newest where the version after it is withdrawn.
 
     Args:
-        newest: looks; gives a number that grows, and what is to be yielded.
+        newest: looks, and gives the newest version.
         directory: where the changes are made, if there is one.
         timeout_s: ends after so long without anything new.
         every_s: the longest time between two looks.
 
     """
-    seen, until = 0, time.monotonic() + timeout_s
+    seen: set[str] = set()
+    last: WeightUpdateManifest | None = None
+    until = time.monotonic() + timeout_s
     bell: _Bell | None = None
     try:
         while True:
             found = newest()
-            if found is not None and found[0] > seen:
-                seen = found[0]
-                yield found[1]
+            if found is not None and found.update_id not in seen and _is_newer(found, last):
+                seen.add(found.update_id)
+                last = found
+                yield found
                 until = time.monotonic() + timeout_s
             left_s = until - time.monotonic()
             if left_s <= 0:
@@ -65,6 +71,13 @@ def watch(
     finally:
         if bell is not None:
             bell.close()
+
+
+def _is_newer(found: WeightUpdateManifest, last: WeightUpdateManifest | None) -> bool:
+    """Whether it is another publisher's, or above the last one."""
+    if last is None or found.publisher_id != last.publisher_id:
+        return True
+    return found.weight_version > last.weight_version
 
 
 class _Bell(Protocol):
