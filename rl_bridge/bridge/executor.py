@@ -273,17 +273,21 @@ class RolloutExecutor:
         return self._installed_lora(adapter).adapter.lora_request(version)
 
     @deferred_interrupts()
-    def drop_adapter(self, adapter: str) -> None:
+    def drop_adapter(self, adapter: str, *, timeout_s: float | None = None) -> None:
         """Take a LoRA adapter out of the engine, with all of its versions; others stay.
 
         No request can ask for it from now on, and those that have it are waited for (vLLM does
         that itself where it got the adapter by files). A later version of that name begins anew.
 
+        Args:
+            adapter: its name.
+            timeout_s: seconds that these requests are waited for; None for the engine's timeout.
+
         Raises:
             UnknownUpdate: this executor has installed no adapter of that name.
             WeightUpdateRejectedError: an update is under way in this thread.
-            DeadlineExceeded: requests have it still, after the engine's timeout; nothing was
-                dropped.
+            DeadlineExceeded: requests have it still, after that time; nothing was dropped, no new
+                request gets it, and the next call begins where this one ended.
 
         """
         with self._between_updates() as is_inside:
@@ -292,7 +296,7 @@ class RolloutExecutor:
                 msg = f"adapter {adapter!r} is not dropped within an update. Call it afterwards."
                 raise WeightUpdateRejectedError(msg)
             engine = self._installed_lora(adapter)
-            engine.adapter.drop_versions()
+            engine.adapter.drop_versions(timeout_s)
             if engine.update_id is not None:
                 engine.release(engine.update_id)
             engine.release_superseded()

@@ -547,7 +547,7 @@ class AdapterDriver(EngineDriver):
             self._wait_until_unused(self._next_known()[1][:1])
         super()._undo_on_ranks(of_other_driver=of_other_driver)
 
-    def drop_versions(self) -> None:
+    def drop_versions(self, timeout_s: float | None = None) -> None:
         """Take all versions out of the engine, when no request has one. See `TransactionalAdapter`.
 
         Raises:
@@ -558,22 +558,25 @@ class AdapterDriver(EngineDriver):
         self._describe_ranks()
         (_, residents), self._known = self._known, (None, ())
         self._offer()
-        self._wait_until_unused(residents)
+        self._wait_until_unused(residents, timeout_s)
         time.sleep(_LOOK_S)  # a front end may forget a request a moment before its engine does
         gone = [*(one.update_id for one in residents), *self._partly]
         self._client.ask("retire", update_ids=gone, ends=True)
         self._partly = []
 
-    def _wait_until_unused(self, versions: Sequence[Resident]) -> None:
+    def _wait_until_unused(
+        self, versions: Sequence[Resident], timeout_s: float | None = None
+    ) -> None:
         """Wait until no request has one of these versions, which are not offered any more."""
-        end = time.monotonic() + self._client.timeout_s
+        within_s = self._client.timeout_s if timeout_s is None else timeout_s
+        end = time.monotonic() + within_s
         numbers = {one.number: one.label for one in versions}
         while used := numbers.keys() & self._front_end.adapters_in_use():
             if time.monotonic() > end:
                 labels = sorted(numbers[one] for one in used)
                 msg = (
                     f"adapters {labels} are taken back, and requests have them still after "
-                    f"{self._client.timeout_s} s. Try again when they have ended: by recover() or "
+                    f"{within_s} s. Try again when they have ended: by recover() or "
                     "drop_adapter()."
                 )
                 raise DeadlineExceeded(msg)

@@ -189,8 +189,11 @@ class TransactionalAdapter(ABC):
         )
         raise IncompatibleUpdate(msg)
 
-    def drop_versions(self) -> None:  # noqa: B027 - most have nothing to drop
+    def drop_versions(self, timeout_s: float | None = None) -> None:  # noqa: B027 - most have nothing to drop
         """Take all versions out of the engine, where it is a LoRA adapter that this installs.
+
+        Args:
+            timeout_s: seconds that requests which have one are waited for; None for the engine's.
 
         Raises:
             DeadlineExceeded: requests have one still; none was dropped.

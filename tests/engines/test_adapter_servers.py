@@ -507,6 +507,39 @@ def test_an_unload_waits_for_the_requests_that_have_the_adapter(prime: PrimeTrai
     assert server.answers(model="my_lora") == fresh[2]
 
 
+def test_an_unload_whose_deadline_passes_says_so_and_the_next_one_ends_the_adapter(
+    prime: PrimeTrainer,
+) -> None:
+    server, fresh = prime.adapted.engine, prime.adapted.fresh
+    prime.update(0, "my_lora")
+    expected = server.generate(PROMPTS[0], 30, model="my_lora")["token_ids"]
+    unload: dict[str, object] = {"lora_name": "my_lora"}
+    with ThreadPoolExecutor(1) as threads:
+        with paused(server):  # so that the request cannot end
+            asked = threads.submit(server.generate, PROMPTS[0], 30, model="my_lora")
+            until(lambda: used(prime.adapted), what="it is asked")
+            code, text = told(prime.adapted, "unload_lora_adapter", {**unload, "timeout": 0.1})
+            assert (code, text.partition(":")[0]) == (503, "DeadlineExceeded"), text
+            late = server.call("v1/completions", json={"model": "my_lora", "prompt": PROMPTS[0]})
+            assert late.status_code == httpx.codes.NOT_FOUND
+        assert asked.result()["token_ids"] == expected
+    assert told(prime.adapted, "unload_lora_adapter", unload) == (200, "ok")
+    code, text = told(prime.adapted, "unload_lora_adapter", unload)
+    assert (code, "was not loaded here" in text) == (409, True), text
+    prime.update(1, "my_lora")
+    assert server.answers(model="my_lora") == fresh[2]
+
+
+@contextmanager
+def paused(server: Served) -> Iterator[None]:
+    """Requests are taken, and none goes on."""
+    assert server.call("pause", params={"mode": "keep", "clear_cache": "false"}).is_success
+    try:
+        yield
+    finally:
+        assert server.call("resume").is_success
+
+
 def test_a_rank_of_its_trainer_that_is_killed_is_named_and_the_version_before_serves(
     prime: PrimeTrainer,
 ) -> None:

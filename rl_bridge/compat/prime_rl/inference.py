@@ -62,10 +62,10 @@ from rl_bridge.engines.vllm.client import AsyncLLMClient
 from rl_bridge.engines.vllm.endpoint import AdapterTable, rows_of
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.errors import (
+    DeadlineExceeded,
     IncompatibleUpdate,
     MalformedManifest,
     SegmentError,
-    TransferTimeout,
     UnknownUpdate,
     WeightBridgeError,
     WeightBridgeUnavailableError,
@@ -457,12 +457,14 @@ class UnloadLoRA(BaseModel):
     Attributes:
         lora_name: as it was loaded. If it names the version that is active, the adapter leaves the
             engine with all of its versions; an older version's name is only taken away.
+        timeout: seconds that requests which have the adapter are waited for.
 
     """
 
     model_config = ConfigDict(extra="ignore")
 
     lora_name: str
+    timeout: Annotated[float, Field(gt=0, le=3600)] = _CALL_S
 
 
 class _ServedClient(AsyncLLMClient):
@@ -587,8 +589,12 @@ class PrimeRLRoutes:
         return await self._answered(lambda: self._from_files(given))
 
     async def unload(self, given: UnloadLoRA) -> Any:
-        """Take an adapter out of the engine, when no request has it any more."""
-        return await self._answered(lambda: self._unload(given.lora_name))
+        """Take an adapter out of the engine, when no request has it any more.
+
+        Where requests keep it for longer than `timeout`, the answer has status 503, no new request
+        gets the adapter, and the next unload ends it.
+        """
+        return await self._answered(lambda: self._unload(given.lora_name, given.timeout))
 
     async def _answered(self, action: Callable[[], None]) -> Any:
         response = require("fastapi.responses").JSONResponse
@@ -596,7 +602,7 @@ class PrimeRLRoutes:
             # In a thread of its own: what waits for requests must not keep others from beginning.
             await asyncio.wrap_future(in_thread(action))
         except (WeightBridgeError, ValueError) as error:
-            kinds = (WeightBridgeUnavailableError, SegmentError, TransferTimeout)
+            kinds = (WeightBridgeUnavailableError, SegmentError, DeadlineExceeded)
             body = {"status": "error", "error": f"{type(error).__name__}: {error}"}
             return response(body, status_code=503 if isinstance(error, kinds) else 409)
         return {"status": "ok"}
@@ -671,7 +677,7 @@ class PrimeRLRoutes:
                     loader.close()
                 raise
 
-    def _unload(self, lora_name: str) -> None:
+    def _unload(self, lora_name: str, timeout_s: float) -> None:
         table = self._table()
         with self._guard:
             files = self._loaders.get(lora_name)
@@ -682,7 +688,7 @@ class PrimeRLRoutes:
         if files is not None:
             lock, loader = files
             with lock:
-                loader.executor.drop_adapter(lora_name)
+                loader.executor.drop_adapter(lora_name, timeout_s=timeout_s)
                 loader.close()
                 with self._guard:
                     del self._loaders[lora_name]
@@ -704,7 +710,7 @@ class PrimeRLRoutes:
             if not self._on_loop(is_whole):
                 stream.names.discard(lora_name)
                 return
-            stream.executor.drop_adapter(adapter)
+            stream.executor.drop_adapter(adapter, timeout_s=timeout_s)
             with self._guard:
                 del self._streams[adapter]
             stream.close()

@@ -153,7 +153,7 @@ class _OneAdapter(TransactionalAdapter):
             except WeightBridgeError:  # the new version stands all the same
                 _LOG.exception("adapter %s was not unloaded", old.label)
 
-    def drop_versions(self) -> None:
+    def drop_versions(self, timeout_s: float | None = None) -> None:  # noqa: ARG002 - vLLM waits itself
         """Have the server forget all versions. See `TransactionalAdapter`."""
         while self._residents:
             self._call(_UNLOAD, lora_name=self._residents[-1].label, may_lack=True)
