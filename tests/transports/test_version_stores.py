@@ -18,7 +18,7 @@ from rl_bridge.testing.processes import Child
 from rl_bridge.transports.files.store import Marker, VersionStore, version_name
 from rl_bridge.transports.files.transport import store_of
 
-MANY = pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])
+MANY = pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(900)])
 FILE, NBYTES = "model.safetensors", 4096
 _KINDS = ("directory", "objects")
 
