@@ -15,7 +15,7 @@ from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.processes import Child
 from rl_bridge.trainers import read_peft
 from rl_bridge.transports.files.directory import DirectoryStore
-from tests.cli_program import call, run
+from tests.cli_program import Said, call, run
 from tests.groups.meshes import SHAPES, model, shards
 from tests.groups.rig import trainers
 
@@ -50,6 +50,13 @@ def publish(store: Path, *versions: int, keep_last: int = 99) -> list[WeightUpda
         ]
 
 
+def publish_adapter(store: Path, version: int) -> WeightUpdateManifest:
+    shapes = {name: tuple(one.shape) for name, one in PAIR.items()}
+    spec = AdapterSpec.inferred("policy", shapes, lora_alpha=4)
+    with files(store) as trainer:
+        return trainer.publish(PAIR, weight_version=version, adapter=spec)
+
+
 def publish_from_ranks(store: Path, version: int) -> WeightUpdateManifest:
     with trainers(2, "files", url=store, keep_last=99) as group:
         return group.publish(shards(version), version)
@@ -64,6 +71,11 @@ def damage(file: Path, offset: int) -> None:
     content = bytearray(file.read_bytes())
     content[offset] ^= 255
     file.write_bytes(content)
+
+
+def refuses(said: Said, words: str) -> bool:
+    """Whether a command says so of how it was called, in its box."""
+    return said.code == 2 and words in " ".join(said.err.replace("│", " ").split())
 
 
 def folder_of(store: Path, version: int) -> Path:
@@ -123,6 +135,40 @@ def test_a_number_that_two_versions_have_is_an_error_that_lists_both(store: Path
     assert call("files", "show", store, "8", "--json").json["error"]["type"] == "VersionNotFound"
 
 
+def rename(store: Path, version: int, update_id: str) -> None:
+    """Have a version's marker and name say another update id."""
+    folder = folder_of(store, version)
+    marker = json.loads((folder / "STABLE").read_text())
+    (folder / "STABLE").write_text(json.dumps(marker | {"update_id": update_id}))
+    folder.rename(store / f"{version:010d}-{update_id[:12]}")
+
+
+@pytest.mark.parametrize("named", ["0", "0123", "0123456", "12345678"])
+def test_a_number_that_no_version_has_is_no_beginning_of_an_update_id(
+    store: Path, named: str
+) -> None:
+    publish(store, 4)
+    rename(store, 4, "0123456789" + "a" * 22)
+    said = call("files", "show", store, named)
+    assert said.complains("VersionNotFound")
+    assert f"has no version {named}. Name one of those that are there: 4 (0123456789aa)" in said.err
+
+
+@pytest.mark.parametrize("named", ["01234567", "0123456789A"])
+def test_a_long_beginning_of_an_update_id_names_its_version(store: Path, named: str) -> None:
+    publish(store, 4)
+    rename(store, 4, "0123456789" + "a" * 22)
+    found = call("files", "show", store, named, "--json").json
+    assert found["weight_version"] == 4
+
+
+@pytest.mark.parametrize("named", ["", "a", "0f2"])
+def test_a_name_of_a_version_that_is_too_short_is_refused(store: Path, named: str) -> None:
+    publish(store, 4)
+    said = call("files", "show", store, named)
+    assert refuses(said, f"{named!r} names no version. Expected its number, or at least 4")
+
+
 @pytest.mark.parametrize("command", ["ls", "verify", "gc"])
 def test_a_store_that_is_not_there_is_an_error_with_a_remedy(store: Path, command: str) -> None:
     said = call("files", command, store)
@@ -169,6 +215,36 @@ def test_verify_names_a_file_that_was_cut_and_one_that_is_gone(store: Path) -> N
     assert "has 100 bytes, expected" in call("files", "verify", store).err
     (folder_of(store, 1) / "model.safetensors").unlink()
     assert "model.safetensors: is not there" in call("files", "verify", store).err
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "group.json"])
+@pytest.mark.parametrize("command", ["show", "verify", "export"])
+def test_a_manifest_that_is_no_text_is_an_error_that_names_it(
+    store: Path, tmp_path: Path, command: str, file: str
+) -> None:
+    if file == "manifest.json":
+        publish(store, 1)
+    else:
+        publish_from_ranks(store, 1)
+    damage(folder_of(store, 1) / file, 5)
+    words: dict[str, tuple[str | Path, ...]] = {
+        "show": ("files", "show", store, "1"),
+        "verify": ("files", "verify", store),
+        "export": ("export", store, tmp_path / "out"),
+    }
+    said = call(*words[command], "--json")
+    assert said.complains("SegmentError")
+    assert said.json["error"]["type"] == "SegmentError"
+    assert f"{file} of {folder_of(store, 1).name}" in said.json["error"]["message"]
+
+
+def test_verify_names_a_configuration_of_an_adapter_that_is_gone(store: Path) -> None:
+    publish_adapter(store, 1)
+    assert call("files", "verify", store).code == 0
+    (folder_of(store, 1) / "adapter_config.json").unlink()
+    said = call("files", "verify", store)
+    assert said.complains("ChecksumMismatch")
+    assert "adapter_config.json: is not there" in said.err
 
 
 def test_verify_reads_all_parts_of_a_version_of_several_ranks(store: Path) -> None:
@@ -327,10 +403,7 @@ def test_a_checkpoint_is_published_and_exported_again_with_its_configuration(
 
 
 def test_an_adapter_goes_through_files_as_peft_has_it(store: Path, tmp_path: Path) -> None:
-    shapes = {name: tuple(one.shape) for name, one in PAIR.items()}
-    spec = AdapterSpec.inferred("policy", shapes, lora_alpha=4)
-    with files(store) as trainer:
-        trainer.publish(PAIR, weight_version=1, adapter=spec)
+    publish_adapter(store, 1)
     assert call("export", store, tmp_path / "policy").code == 0
     found, tensors = read_peft(tmp_path / "policy", "policy")
     assert found.scaling_of("layers.0.q_proj") == 2.0

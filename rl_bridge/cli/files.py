@@ -37,6 +37,7 @@ from rl_bridge.transports.files.transport import Files
 from rl_bridge.transports.registry import canonical_name
 
 _ID_DIGITS = 12
+_MIN_ID_DIGITS, _MIN_ID_DECIMALS = 4, 8  # a shorter decimal text is a version's number
 _SHOWN = 20
 _FILE_NBYTES = 5 << 30
 _EVERYTHING = 1 << 62  # versions to keep
@@ -112,11 +113,21 @@ def _versions(store: VersionStore) -> list[_Version]:
 
 def _chosen(store: VersionStore, wanted: str | None) -> _Version:
     """The version of that number, or else of an update id that begins so; None: the newest."""
+    is_number = wanted is not None and wanted.isascii() and wanted.isdecimal()
+    if wanted is not None and not is_number and len(wanted) < _MIN_ID_DIGITS:
+        msg = (
+            f"{wanted!r} names no version. Expected its number, or at least {_MIN_ID_DIGITS} "
+            f"characters of its update id ({_MIN_ID_DECIMALS} if all of them are digits)."
+        )
+        raise typer.BadParameter(msg)
     versions = _versions(store)
     found = versions[-1:]
     if wanted is not None:
-        found = [one for one in versions if wanted.isdecimal() and one.number == int(wanted)]
-        found = found or [one for one in versions if one.update_id.startswith(wanted.lower())]
+        number = wanted.lstrip("0") or "0"
+        found = [one for one in versions if is_number and str(one.number) == number]
+        if not is_number or len(wanted) >= _MIN_ID_DECIMALS:
+            prefix = wanted.lower()
+            found = found or [one for one in versions if one.update_id.startswith(prefix)]
     if len(found) == 1:
         return found[0]
     listed = ", ".join(f"{one.number} ({one.update_id[:_ID_DIGITS]})" for one in found or versions)

@@ -43,7 +43,7 @@ def is_config(file: str) -> bool:
     return file not in _OWN and not file.startswith(".") and not file.endswith(_WEIGHTS)
 
 
-def config_for_peft(manifest: WeightUpdateManifest) -> bytes | None:
+def config_for_peft(manifest: WeightUpdateManifest, *, warns: bool = True) -> bytes | None:
     """PEFT's configuration of an adapter; None of no adapter, or if it would be read otherwise.
 
     Without the file nobody loads the adapter as PEFT's, and scales it wrongly: readers over a
@@ -61,11 +61,12 @@ def config_for_peft(manifest: WeightUpdateManifest) -> bytes | None:
     except MalformedManifest:  # no rank or alpha in it
         read = None
     if read is None or any(read.scaling_of(one) != spec.scaling_of(one) for one in modules):
-        _LOG.warning(
-            "adapter %s is written without %s: its configuration does not tell its scalings",
-            spec.name,
-            ADAPTER_CONFIG,
-        )
+        if warns:
+            _LOG.warning(
+                "adapter %s is written without %s: its configuration does not tell its scalings",
+                spec.name,
+                ADAPTER_CONFIG,
+            )
         return None
     whole = {"peft_type": "LORA", **config, "inference_mode": True}
     return json.dumps(whole, indent=2, sort_keys=True).encode()

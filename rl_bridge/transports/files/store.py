@@ -303,12 +303,20 @@ class VersionStore(ABC):
         Beside the marker of a group's first part it is the group's manifest.
 
         Raises:
-            SegmentError: it is gone, or another one.
+            SegmentError: it is gone, another one, or no text.
             WeightManifestValidationError: it cannot be read.
 
         """
         file = MANIFEST if version.marker.part is None else GROUP_MANIFEST
-        text = self.read_small(version.name, file).decode()
+        try:
+            text = self.read_small(version.name, file).decode()
+        except UnicodeDecodeError as error:
+            msg = (
+                f"{file} of {version.name} in {self} is damaged: expected text in UTF-8, got "
+                f"byte {error.object[error.start]:#04x} at {error.start}. Take another version, or "
+                "publish this one again."
+            )
+            raise SegmentError(msg) from error
         manifest = WeightUpdateManifest.of(text, caller="VersionStore.manifest")
         if manifest.header_digest.hex() != version.marker.header:
             msg = (
