@@ -289,6 +289,26 @@ def test_gc_leaves_what_is_kept_and_what_is_being_read(store: Path) -> None:
     assert listed(store) == [1, 2, 4]
 
 
+def test_gc_says_what_it_leaves_where_a_publisher_may_live(store: Path) -> None:
+    publish(store, 1)
+    (store / ".writer-0").unlink()  # as where only publishers that are not fenced were
+    name = f".0-{'a' * 32}"
+    (store / name).mkdir()
+    said = call("files", "gc", store)
+    assert said.code == 0
+    assert "left: a publisher may be writing it" in said.out
+    assert "Removed 0 of 1" in said.out
+    assert (store / name).exists()
+
+
+def test_gc_counts_only_what_is_gone(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(store, 1, 2)
+    (store / f".0-{'a' * 32}").mkdir()
+    monkeypatch.setattr(DirectoryStore, "discard", lambda _self, _name: None)
+    found = call("files", "gc", store, "--keep-last", "1", "--json").json["found"]
+    assert [one["outcome"] for one in found] == ["removed", "left: it cannot be removed"]
+
+
 def test_gc_removes_nothing_while_a_publisher_lives(store: Path) -> None:
     publish(store, 1, 2, 3)
     with Child(Trainer, store=str(store)) as trainer:
@@ -315,7 +335,10 @@ def test_a_live_version_is_exported_by_its_manifest(
     store: Path, tmp_path: Path, transport: str
 ) -> None:
     file, out = tmp_path / "m.json", tmp_path / "out"
-    options: dict[str, Any] = {"url": store} if transport == "files" else {}
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    (configs / "config.json").write_text('{"model_type": "tiny"}')
+    options: dict[str, Any] = {"url": store, "config_dir": configs} if transport == "files" else {}
     with make_weight_bridge(transport, source_worker="trainer", **options) as trainer:
         manifest = trainer.publish(WEIGHTS, weight_version=5)
         file.write_text(manifest.to_json())
@@ -326,7 +349,60 @@ def test_a_live_version_is_exported_by_its_manifest(
     assert found.keys() == WEIGHTS.keys()
     assert all(found[name].equal(one) for name, one in WEIGHTS.items())
     assert (out / "manifest.json").read_text() == manifest.to_json()
-    assert {path.name for path in tmp_path.iterdir()} <= {"m.json", "out", "run"}
+    expected = {"model.safetensors", "manifest.json"}
+    if transport == "files":
+        expected.add("config.json")
+        assert (out / "config.json").read_text() == '{"model_type": "tiny"}'
+    assert {path.name for path in out.iterdir()} == expected
+    assert {path.name for path in tmp_path.iterdir()} - {"run"} == {"m.json", "out", "configs"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        ("manifest", "--version 1", "--version 1 is of a store"),
+        ("manifest", "--directory .", "--directory . is of a manifest of shared-memory"),
+        ("store", "--url elsewhere", "--url elsewhere is another store than"),
+        ("store", "--directory .", "--directory . is of a manifest of shared-memory"),
+    ],
+)
+def test_export_refuses_options_that_belong_to_another_source(
+    store: Path, tmp_path: Path, kind: str, given: str, words: str
+) -> None:
+    file = tmp_path / "m.json"
+    file.write_text(publish(store, 1)[0].to_json())
+    source = store if kind == "store" else file
+    assert refuses(call("export", source, tmp_path / "out", *given.split()), words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_takes_the_url_of_the_store_that_it_is_from(store: Path, tmp_path: Path) -> None:
+    publish(store, 1)
+    assert call("export", store, tmp_path / "out", "--url", store).code == 0
+
+
+def test_export_of_what_is_not_there_says_what_it_takes(tmp_path: Path) -> None:
+    said = call("export", tmp_path / "nope.json", tmp_path / "out")
+    assert said.complains("WeightBridgeUnavailableError")
+    assert "nope.json' is neither a manifest's file nor a store" in said.err
+
+
+@pytest.mark.parametrize("fault", ["not empty", "no directory"])
+def test_export_looks_at_its_target_before_it_reads_the_version(
+    store: Path, tmp_path: Path, fault: str
+) -> None:
+    publish(store, 1)
+    damage(folder_of(store, 1) / "model.safetensors", -5)
+    out = tmp_path / "out"
+    if fault == "not empty":
+        out.mkdir()
+        (out / "mine").write_text("mine")
+    else:
+        out = tmp_path / "absent" / "out"
+    said = call("export", store, out)
+    assert said.complains("WeightBridgeUnavailableError")
+    assert f"{out} cannot be written: " in said.err
+    assert fault in said.err
 
 
 def test_a_manifest_of_files_needs_the_url(store: Path, tmp_path: Path) -> None:
@@ -453,3 +529,19 @@ def test_publish_is_refused_where_a_trainer_lives(store: Path, tmp_path: Path) -
         said = call("publish", checkpoint(tmp_path / "given"), "--url", store)
     assert said.complains("WeightBridgeUnavailableError")
     assert "has a publisher of rank 0 already" in said.err
+
+
+def test_publish_refuses_a_number_that_the_store_has(store: Path, tmp_path: Path) -> None:
+    publish(store, 3, 5)
+    said = call("publish", checkpoint(tmp_path / "given"), "--url", store, "--version", "3")
+    assert said.complains("VersionNotMonotonic")
+    assert "has a version 3 already" in said.err
+    assert "such as --version 6" in said.err
+    assert listed(store) == [3, 5]
+
+
+def test_publish_refuses_the_name_of_an_adapter_for_a_model(store: Path, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "given")
+    said = call("publish", folder, "--url", store, "--adapter", "policy")
+    assert refuses(said, "--adapter policy is of an adapter")
+    assert not store.exists()

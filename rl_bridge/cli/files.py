@@ -5,7 +5,7 @@ A store is named by the url that the bridges of ``files`` are given. Nothing her
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from rl_bridge.cli.screen import facts, plain, read_manifest, say_json, screen, 
 from rl_bridge.errors import (
     ChecksumMismatch,
     VersionNotFound,
+    VersionNotMonotonic,
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
@@ -30,7 +31,7 @@ from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.trainers.checkpoint_files import read_checkpoint
 from rl_bridge.transports.files.checking import CheckedFile, check_version
-from rl_bridge.transports.files.checkpoint import is_config, write_checkpoint
+from rl_bridge.transports.files.checkpoint import is_config, require_free, write_checkpoint
 from rl_bridge.transports.files.retention import offered, parts_of, surplus, update_id_of
 from rl_bridge.transports.files.store import StoredVersion, VersionStore
 from rl_bridge.transports.files.transport import Files
@@ -392,7 +393,7 @@ class _Left:
         rank: of its publisher.
         nbytes: of its files.
         why: it is not to stay.
-        outcome: ``removed``, ``would be removed``, ``kept`` or ``being read``.
+        outcome: ``removed``, ``would be removed``, ``kept``, ``being read``, or why it was left.
 
     """
 
@@ -486,12 +487,21 @@ def _collect(
                 why = f"not of the newest {keep_last}" if is_published else "part of no version"
                 found.append(_removed(store, one.name, rank, why, dry_run=dry_run))
         for name, rank in unfinished.items():
-            if is_sure.get(rank):
-                nbytes = _nbytes(store, name)
-                if not dry_run:
-                    store.discard(name)
-                outcome = "would be removed" if dry_run else "removed"
-                found.append(_Left(name, rank, nbytes, "unfinished", outcome))
+            nbytes = _nbytes(store, name)
+            outcome = "would be removed" if dry_run else "removed"
+            if not is_sure.get(rank):
+                outcome = "left: a publisher may be writing it"
+            elif not dry_run:
+                store.discard(name)
+            found.append(_Left(name, rank, nbytes, "unfinished", outcome))
+        if any(one.outcome == "removed" for one in found):
+            there = store.unfinished().keys() | {one.name for one in store.visible()}
+            found = [
+                replace(one, outcome="left: it cannot be removed")
+                if one.outcome == "removed" and one.name in there
+                else one
+                for one in found
+            ]
     return found
 
 
@@ -558,16 +568,19 @@ def export(  # noqa: PLR0917 - typer calls it by name
         configs: dict[str, bytes] = {}
         if source == "-" or Path(source).is_file():
             manifest = read_manifest(Path(source))
+            _require_fitting(manifest, version, url, segments)
+            require_free(directory)
+            if url is not None:
+                store = _store_of(url)
+                found = [one for one in _versions(store) if one.update_id == manifest.update_id]
+                configs = _configs(store, found[-1]) if found else {}
         else:
+            store = _source_store(source, url, segments)
+            require_free(directory)
             url = source
-            store = _store_of(url)
             one = _chosen(store, version)
             manifest = store.manifest(one.stored)
-            configs = {
-                name: store.read_small(one.stored.name, name)
-                for name in store.files(one.stored.name)
-                if is_config(name)
-            }
+            configs = _configs(store, one)
         options: dict[str, dict[str, object]] = {}
         if url is not None:
             options["files"] = {"url": url}
@@ -603,12 +616,66 @@ def export(  # noqa: PLR0917 - typer calls it by name
     )
 
 
+def _configs(store: VersionStore, version: _Version) -> dict[str, bytes]:
+    """The files that go along with a version, by name."""
+    folder = version.stored.name
+    return {name: store.read_small(folder, name) for name in store.files(folder) if is_config(name)}
+
+
+def _transports_of(manifest: WeightUpdateManifest) -> set[str]:
+    return {canonical_name(one.transport) for one in getattr(manifest, "parts", (manifest,))}
+
+
+def _require_fitting(
+    manifest: WeightUpdateManifest, version: str | None, url: str | None, segments: Path | None
+) -> None:
+    """Refuse options that do not belong to a manifest."""
+    if version is not None:
+        msg = (
+            f"--version {version} is of a store, expected none with a manifest, which is of "
+            f"version {manifest.weight_version}. Leave it out, or name a store instead."
+        )
+        raise typer.BadParameter(msg)
+    kinds = _transports_of(manifest)
+    given = (("--url", url, "files"), ("--directory", segments, "shared-memory"))
+    for option, value, transport in given:
+        if value is not None and transport not in kinds:
+            msg = (
+                f"{option} {value} is of a manifest of {transport}, but this one is of "
+                f"{', '.join(sorted(kinds))}. Leave it out."
+            )
+            raise typer.BadParameter(msg)
+
+
+def _source_store(source: str, url: str | None, segments: Path | None) -> VersionStore:
+    """The store that is exported from; options that do not belong to one are refused."""
+    store = _store_of(source)
+    if store.directory is not None and not store.directory.exists():
+        msg = (
+            f"{source!r} is neither a manifest's file nor a store: nothing is there. Name a file "
+            "with a manifest's JSON, or the url of a store."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    if url is not None and str(_store_of(url)) != str(store):
+        msg = (
+            f"--url {url} is another store than {source}, which is exported from. Leave it out, or "
+            "name a manifest instead of a store."
+        )
+        raise typer.BadParameter(msg)
+    if segments is not None:
+        msg = (
+            f"--directory {segments} is of a manifest of shared-memory, but {source} is a store. "
+            "Leave it out, or name a manifest instead of a store."
+        )
+        raise typer.BadParameter(msg)
+    return store
+
+
 def _reader_of(
     manifest: WeightUpdateManifest, options: Mapping[str, Mapping[str, object]]
 ) -> TensorBridge:
     name = "rl-bridge-export"
-    kinds = {canonical_name(one.transport) for one in getattr(manifest, "parts", (manifest,))}
-    if "files" in kinds and "files" not in options:
+    if "files" in _transports_of(manifest) and "files" not in options:
         msg = (
             f"version {manifest.weight_version} is in files, and a manifest does not say where. "
             "Name their store with --url."
@@ -659,13 +726,20 @@ def publish(
 ) -> None:
     """Publish a checkpoint over files, for engines to install.
 
-    Configuration and tokenizer are taken along, so the version is a checkpoint again. Nothing that
-    is in the store is removed. A directory whose trainer lives is refused; in an object store,
-    where nobody can tell, the trainer is refused from then on.
+    Configuration and tokenizer are taken along, so the version is a checkpoint again. No version in
+    the store is removed, and one that has the number already is not replaced. A directory whose
+    trainer lives is refused; in an object store, where nobody can tell, the trainer is refused from
+    then on.
     """
     with _told(as_json=as_json):
         folder = directory.absolute()
         tensors, spec = read_checkpoint(folder, adapter_name=adapter or folder.name)
+        if adapter is not None and spec is None:
+            msg = (
+                f"--adapter {adapter} is of an adapter, but {directory} holds a whole model. Leave "
+                "it out, or name an adapter's directory."
+            )
+            raise typer.BadParameter(msg)
         manifest = _publish(tensors, spec, folder, url, version)
     if as_json:
         say_json(
@@ -710,8 +784,27 @@ def _publish(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     with bridge:
+        if version is not None:
+            # (Before a publisher is there: in an object store that puts an earlier one out.)
+            _require_unused(url, version)
         bridge.publisher  # noqa: B018 - from here on no other one publishes there
         if version is None:
             numbers = (one.marker.weight_version for one in _store_of(url).visible())
             version = max(numbers, default=0) + 1
+        else:
+            _require_unused(url, version)  # another one may have published it meanwhile
         return bridge.publish(tensors, weight_version=version, adapter=spec)
+
+
+def _require_unused(url: str, version: int) -> None:
+    """Refuse a number that a version in the store has."""
+    store = _store_of(url)
+    if store.directory is not None and not store.directory.exists():
+        return  # a store that is made now
+    numbers = {one.number for one in _versions(store)}
+    if version in numbers:
+        msg = (
+            f"{store} has a version {version} already, expected a number that is not there. Give "
+            f"another number, such as --version {max(numbers) + 1}, or none."
+        )
+        raise VersionNotMonotonic(msg)

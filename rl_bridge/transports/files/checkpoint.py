@@ -29,7 +29,7 @@ from rl_bridge.transports.files.store import (
     FileContent,
 )
 
-__all__ = ["ADAPTER_CONFIG", "config_for_peft", "is_config", "write_checkpoint"]
+__all__ = ["ADAPTER_CONFIG", "config_for_peft", "is_config", "require_free", "write_checkpoint"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,6 +75,27 @@ def config_for_peft(manifest: WeightUpdateManifest, *, warns: bool = True) -> by
 # ---- writing -------------------------------------------------------------------------------------
 
 
+def require_free(directory: str | os.PathLike[str]) -> None:
+    """See to it that a checkpoint can be written there, before its tensors are read.
+
+    Raises:
+        WeightBridgeUnavailableError: the directory has files, or lies in none.
+
+    """
+    target = Path(directory).absolute()
+    try:
+        if target.exists():
+            if not target.is_dir():
+                raise _unwritable(target, "it is a file, expected a new directory or an empty one")
+            if any(target.iterdir()):
+                cause = "it is not empty, expected a new directory or an empty one"
+                raise _unwritable(target, cause)
+        elif not target.parent.is_dir():
+            raise _unwritable(target, f"{target.parent} is no directory")
+    except OSError as error:
+        raise _unwritable(target, error.strerror or str(error)) from error
+
+
 def write_checkpoint(
     directory: str | os.PathLike[str],
     manifest: WeightUpdateManifest,
@@ -99,10 +120,9 @@ def write_checkpoint(
         WeightBridgeUnavailableError: the directory has files, or cannot be written.
 
     """
+    require_free(directory)
     target = Path(directory).absolute()
     try:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise _unwritable(target, "it is not empty")
         made = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         made.mkdir()
         try:
@@ -148,5 +168,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def _unwritable(target: Path, cause: str) -> WeightBridgeUnavailableError:
     return WeightBridgeUnavailableError(
-        f"{target} cannot be written: {cause}. Name a new directory, in one that can be written to."
+        f"{target} cannot be written: {cause}. Name a new directory, in one that exists and can be "
+        "written to."
     )
