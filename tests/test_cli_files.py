@@ -79,7 +79,7 @@ def refuses(said: Said, words: str) -> bool:
 
 
 def folder_of(store: Path, version: int) -> Path:
-    return next(store.glob(f"{version:010d}-*"))
+    return next(store.glob(f"{version:010d}-{12 * '[0-9a-f]'}"))  # of the first rank
 
 
 # ------------------------------------------------------------------------------ ls and show
