@@ -334,10 +334,10 @@ def test_a_version_that_is_kept_while_it_is_removed_stays(
         trainer.release(manifest)
         delete, is_kept = ObjectStore.delete, itertools.count()
 
-        def late(store: ObjectStore, *paths: str) -> bool:
+        def late(store: ObjectStore, *paths: str, **options: Any) -> bool:
             if any("/STABLE/" in path for path in paths) and not next(is_kept):
                 reader.keep(manifest)
-            return delete(store, *paths)
+            return delete(store, *paths, **options)
 
         with monkeypatch.context() as patched:
             patched.setattr(ObjectStore, "delete", late)
@@ -345,6 +345,57 @@ def test_a_version_that_is_kept_while_it_is_removed_stays(
         publish(trainer, 3)
         assert versions_in(reader) == [1, 2, 3]
         assert_holds(reader.import_update(manifest), 1)
+
+
+def test_a_version_whose_marker_goes_while_it_is_being_kept_has_it_again(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, bucket: Any, url: str
+) -> None:
+    with opened(keep_last=1) as trainer, opened(source_worker="reader") as reader:
+        manifest = publish(trainer, 1)
+        trainer.release(manifest)
+        (marker,) = bucket.glob(f"{url}/STABLE/0-0000000002")
+        put = ObjectStore.put
+
+        def early(store: ObjectStore, path: str, content: bytes, **options: Any) -> None:
+            if path.endswith("/KEEP"):
+                bucket.rm_file(marker)
+            put(store, path, content, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ObjectStore, "put", early)
+            reader.keep(manifest)
+        publish(trainer, 2)
+        publish(trainer, 3)
+        assert versions_in(reader) == [1, 2, 3]
+
+
+def test_a_marker_that_was_created_although_its_request_failed_blocks_nobody(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened() as trainer:
+        publish(trainer, 1)
+        create = ObjectStore.create
+
+        def unanswered(store: ObjectStore, path: str, content: bytes) -> None:
+            create(store, path, content)
+            raise WeightBridgeUnavailableError("planted: no answer. Try again.")
+
+        def unknown(*_: object) -> bytes:
+            raise WeightBridgeUnavailableError("planted: no answer. Try again.")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ObjectStore, "create", unanswered)
+            patched.setattr(ObjectStore, "text_at", unknown)
+            patched.setattr(ObjectStore, "remove", unknown)
+            for version in (2, 3):
+                with pytest.raises(WeightBridgeUnavailableError, match="planted"):
+                    publish(trainer, version)
+        publish(trainer, 4)
+        assert versions_in(trainer) == [1, 4]
+        with opened() as newer:
+            publish(newer, 5)
+            with pytest.raises(WeightBridgeUnavailableError, match="has taken over"):
+                publish(trainer, 6)
 
 
 # ---- faults between two requests -----------------------------------------------------------------

@@ -362,12 +362,12 @@ class ObjectStore(VersionStore):
         """
         self.call("pipe_file", path, content, timeout_s=timeout_s)
 
-    def delete(self, *paths: str) -> bool:
+    def delete(self, *paths: str, timeout_s: float | None = None) -> bool:
         """Remove objects; returns whether they are gone."""
         try:
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
-                    self.call("rm_file", path)
+                    self.call("rm_file", path, timeout_s=timeout_s)
         except WeightBridgeUnavailableError:
             return False
         return True
@@ -383,10 +383,11 @@ class ObjectStore(VersionStore):
                     self.fill(marker.rank, marker.sequence + 1)
             if not self.delete(self.path(MARKER, marker_name(marker))):
                 return False
-            if self.is_leased(name):  # its reader was faster, and reads: a later sweep removes it
-                return False
             if self.is_kept(name):  # somebody was faster who keeps it
-                self.mark(marker)
+                with contextlib.suppress(FileExistsError):
+                    self.mark(marker)
+                return False
+            if self.is_leased(name):  # its reader was faster, and reads: a later sweep removes it
                 return False
         return self.remove_data(name)
 
@@ -421,10 +422,14 @@ class ObjectStore(VersionStore):
                 raise
 
     def keep(self, name: str, *, is_kept: bool) -> None:
-        """See `VersionStore.keep`: `remove` looks for a lease, and then for this object."""
-        with self.leased(name):
+        """See `VersionStore.keep`: `remove` looks for this object when the marker is gone."""
+        with self.leased(name) as marker:
             if is_kept:
                 self.put(self.path(name, KEPT), b"")
+                with contextlib.suppress(FileExistsError):
+                    self.mark(
+                        marker
+                    )  # which `remove` may have removed before this object was there
             elif not self.delete(self.path(name, KEPT)):
                 msg = f"{name} in {self} cannot be let go. See to the network, then try again."
                 raise WeightBridgeUnavailableError(msg)
@@ -537,7 +542,7 @@ class _Counters:
             return True
         if asked_at - known[1] < self._lease_s:
             return True
-        del self._known[name]
+        self._known.pop(name, None)
         return False
 
 
@@ -570,10 +575,9 @@ class _Keeper:
         with self._changed:
             self._beats.append(beat)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="rl_bridge-leases", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="rl_bridge-leases", daemon=True)
+                thread.start()
+                self._thread = thread
         return beat
 
     def soon(self, beat: _Beat) -> None:
@@ -603,10 +607,19 @@ class _Keeper:
                     self._thread = None
                     return
                 due, self._due = self._due, []
+            for error in _called(due):
+                if error is not None:
+                    _LOG.warning("a lease or a record was not renewed, and will be: %s", error)
+
+
+def _called(due: list[_Beat]) -> list[Exception | None]:
+    if len(due) > 1:
+        try:
             with ThreadPoolExecutor(min(len(due), _SIDE_BY_SIDE)) as pool:
-                for error in pool.map(_call, due):
-                    if error is not None:
-                        _LOG.warning("a lease or a record was not renewed, and will be: %s", error)
+                return list(pool.map(_call, due))
+        except RuntimeError:  # no thread can be started, such as while the interpreter ends
+            _LOG.debug("leases are renewed one after the other")
+    return [_call(beat) for beat in due]
 
 
 def _call(beat: _Beat) -> Exception | None:
@@ -631,12 +644,13 @@ class _ObjectLease(Lease):
     def _write(self) -> None:
         with self._writing:
             if not self._is_closed:
+                timeout_s = self._store.beat_timeout_s if self._count else None
                 self._count += 1
-                text = str(self._count).encode()
-                self._store.put(self._path, text, timeout_s=self._store.beat_timeout_s)
+                self._store.put(self._path, str(self._count).encode(), timeout_s=timeout_s)
             elif not self._is_removed:
                 self._beat.close()
-                self._is_removed = self._store.delete(self._path)
+                timeout_s = self._store.beat_timeout_s
+                self._is_removed = self._store.delete(self._path, timeout_s=timeout_s)
 
     def close(self) -> None:
         if os.getpid() != self._pid:  # a forked child does not end its parent's leases
@@ -702,7 +716,7 @@ class _ObjectWriter(VersionWriter):
         self._store, self._rank, self._is_fenced = store, rank, fenced
         self._last = 0  # the number that this publisher took last
         self._claim = 0  # and the first one, if it is fenced
-        self._tried = b""  # the marker of which it is unknown whether it was created
+        self._tried: set[bytes] = set()  # markers of which it is unknown whether they came to be
         if fenced:  # whoever published before is refused from here on
             self._last = self._highest()
             while not self._claim:
@@ -717,6 +731,8 @@ class _ObjectWriter(VersionWriter):
         try:
             for file, pieces in files:
                 store.put(store.path(name, file), b"".join(pieces))
+            if self._tried:
+                self._forget_tried()
             if not self._is_fenced:
                 self._last = max(self._last, self._highest())
             while True:
@@ -729,6 +745,21 @@ class _ObjectWriter(VersionWriter):
                 store.remove(name)
             raise
 
+    def _forget_tried(self) -> None:
+        """After a failure: whether this publisher goes on, and behind which number, is listed."""
+        highest, own = self._highest(), self._own()
+        if self._is_superseded(own):
+            raise self._refused()
+        for one in own:
+            if one.model_dump_json().encode() in self._tried:  # its version was removed
+                self._fill_over(one)
+        self._last = max(self._last, highest)
+
+    def _fill_over(self, marker: Marker) -> None:
+        fill = _filling(marker.rank, marker.sequence, "")
+        path = self._store.path(MARKER, marker_name(marker))
+        self._store.put(path, fill.model_dump_json().encode())
+
     def _is_taken_by(self, marker: Marker) -> bool:
         """Create a marker under the next number; False if that was filled, and is stepped over."""
         store, text = self._store, marker.model_dump_json().encode()
@@ -737,18 +768,17 @@ class _ObjectWriter(VersionWriter):
         except FileExistsError:
             path = store.path(MARKER, marker_name(marker))
             there = store.text_at(path) or b""
-            if there and there == self._tried:  # it came late, and its version was removed
-                fill = Marker.model_validate_json(there)
-                store.put(path, _filling(fill.rank, fill.sequence, "").model_dump_json().encode())
+            if there in self._tried:  # it came late, and its version was removed
+                self._fill_over(marker)
             elif self._is_fenced and there and not _is_fill(there):
                 raise self._refused() from None
             self._last = marker.sequence
-            self._tried = b""
             return False
         except BaseException:
-            self._tried = text
+            self._tried.add(text)
             raise
-        self._last, self._tried = marker.sequence, b""
+        self._last = marker.sequence
+        self._tried.clear()
         return True
 
     def _refused(self) -> WeightBridgeUnavailableError:
@@ -768,7 +798,7 @@ class _ObjectWriter(VersionWriter):
         own = self._own()
         if self._is_superseded(own):
             raise self._refused()
-        if lease.marker not in own:
+        if lease.marker.update_id not in {one.update_id for one in own}:
             msg = f"{name} is gone from {self._store}. Publish it again."
             raise VersionNotFound(msg)
         self._store.put(
@@ -776,6 +806,9 @@ class _ObjectWriter(VersionWriter):
         )
         lease.marker = marker
         return lease
+
+    def is_superseded(self) -> bool:
+        return self._is_superseded(self._own())
 
     def sweep(self) -> None:
         own = self._own()

@@ -182,6 +182,10 @@ class VersionWriter(ABC):
 
         """
 
+    def is_superseded(self) -> bool:
+        """Whether a later publisher has taken over; then this one removes nothing more."""
+        return False
+
     @abstractmethod
     def sweep(self) -> None:
         """Remove what was begun, by this rank, and not finished. Nothing, if several may publish.

@@ -467,6 +467,8 @@ class FilesPublisher(PublisherEnd):
             _LOG.exception("older versions in %s were not removed", self.store)
 
     def _remove_old(self) -> None:
+        if self._writer.is_superseded():
+            return
         held = set(self.names.values())
         for one in surplus(
             self.store.visible(),
