@@ -48,7 +48,7 @@ Url = Annotated[
     typer.Argument(
         metavar="URL",
         show_default=False,
-        help="What the bridges are given as url=, such as /mnt/share/run1.",
+        help="The run's store: the url= of its bridges, such as /mnt/share/run1.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON.")]
@@ -537,12 +537,15 @@ def export(  # noqa: PLR0917 - typer calls it by name
     version: Annotated[
         str | None,
         typer.Option(
-            show_default=False, help=f"Of a store: {_WHICH.lower()}; the newest unless given."
+            show_default=False,
+            help=f"{_WHICH}, where MANIFEST is a store; the newest unless given.",
         ),
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(show_default=False, help="Of a manifest of files: where its version is."),
+        typer.Option(
+            show_default=False, help="The store of the version, where the manifest is one of files."
+        ),
     ] = None,
     segments: Annotated[
         Path | None,
@@ -551,8 +554,7 @@ def export(  # noqa: PLR0917 - typer calls it by name
             exists=True,
             file_okay=False,
             show_default=False,
-            help="Of a manifest of shared-memory: what the publisher's bridge was given as "
-            "directory=.",
+            help="The publisher's directory=, where the manifest is one of shared-memory.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 from safetensors.torch import load
 
-from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.bridge import FilesTensorBridge
 from rl_bridge.errors import (
     ChecksumMismatch,
@@ -33,7 +33,14 @@ from rl_bridge.transports.files.objects import ObjectStore
 from rl_bridge.transports.files.store import Marker
 from rl_bridge.transports.files.transport import Files
 from tests.groups.rig import trainers
-from tests.transports.test_files import matrix, shards_of
+from tests.transports.test_files import (
+    WEIGHTS,
+    assert_holds,
+    matrix,
+    publish,
+    shards_of,
+    weights,
+)
 
 
 class TestObjects(TransportSuite):
@@ -55,12 +62,7 @@ class TestObjects(TransportSuite):
 
 # ---- a server of S3 ------------------------------------------------------------------------------
 
-WEIGHTS = {"w": torch.arange(1000.0), "b": torch.ones(3, dtype=torch.bfloat16)}
 _runs = itertools.count()
-
-
-def weights(version: int) -> dict[str, torch.Tensor]:
-    return {name: one + version for name, one in WEIGHTS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +105,6 @@ def files(url: str, options: Mapping[str, object], **more: Any) -> FilesTensorBr
     bridge = make_weight_bridge("files", url=url, storage_options=options, suspicious="off", **more)
     assert isinstance(bridge, FilesTensorBridge)
     return bridge
-
-
-def publish(trainer: FilesTensorBridge, version: int) -> WeightUpdateManifest:
-    return trainer.publish(weights(version), weight_version=version)
-
-
-def assert_holds(found: Mapping[str, torch.Tensor], version: int) -> None:
-    assert all(found[name].equal(one) for name, one in weights(version).items())
 
 
 def versions_in(bridge: FilesTensorBridge) -> list[int]:

@@ -85,11 +85,7 @@ class DirectoryStore(VersionStore):
         for name in self._names():
             if is_of(name, update_id):
                 return name
-        msg = (
-            f"update {update_id} is not in {self}: it was removed, or is not visible here yet. "
-            "Import the newest manifest, or give both sides one url."
-        )
-        raise VersionNotFound(msg)
+        raise self.not_found(update_id)
 
     def _names(self) -> list[str]:
         try:

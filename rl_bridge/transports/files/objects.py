@@ -228,11 +228,7 @@ class ObjectStore(VersionStore):
         for version in self.visible():
             if is_of(version.name, update_id):
                 return version.name
-        msg = (
-            f"update {update_id} is not in {self}: it was removed, or is not visible here yet. "
-            "Import the newest manifest, or give both sides one url."
-        )
-        raise VersionNotFound(msg)
+        raise self.not_found(update_id)
 
     def _marker(self, name: str) -> Marker:
         for version in self.visible():

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr
 
-from rl_bridge.errors import SegmentError
+from rl_bridge.errors import SegmentError, VersionNotFound
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record
 
@@ -235,6 +235,13 @@ class VersionStore(ABC):
             WeightBridgeUnavailableError: the store cannot be read.
 
         """
+
+    def not_found(self, update_id: str) -> VersionNotFound:
+        """The error of an update that `find` does not find."""
+        return VersionNotFound(
+            f"update {update_id} is not in {self}: it was removed, or is not visible here yet. "
+            "Import the newest manifest, or give both sides one url."
+        )
 
     @abstractmethod
     def lease(self, name: str) -> Lease:
