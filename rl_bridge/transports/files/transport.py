@@ -53,6 +53,7 @@ from rl_bridge.transports.base import (
 )
 from rl_bridge.transports.files.checkpoint import ADAPTER_CONFIG, config_for_peft, is_config
 from rl_bridge.transports.files.directory import DirectoryStore
+from rl_bridge.transports.files.host_copies import Copy, HostCopies, Turn
 from rl_bridge.transports.files.layout import INDEX, Chunk, FileLayout, layout_of
 from rl_bridge.transports.files.objects import ObjectStore
 from rl_bridge.transports.files.retention import (
@@ -154,6 +155,7 @@ class Files(Transport):
         timeout_s: float = 10.0,
         request_timeout_s: float = 120.0,
         lease_s: float = 60.0,
+        fetch_once: bool = True,
         num_threads: int | None = None,
     ) -> None:
         """Configure; both sides of a run take the same `url`.
@@ -179,6 +181,8 @@ class Files(Transport):
                 writes a file.
             lease_s: in object stores, how long the lease of a reader that was killed keeps a
                 version.
+            fetch_once: readers on one host, of one user, fetch a version once: the others map the
+                first one's memory. False: each fetches for itself.
             num_threads: threads that copy and digest; None takes the usable cores.
 
         Raises:
@@ -204,6 +208,7 @@ class Files(Transport):
         if self._file_nbytes < _MIN_FILE_NBYTES:
             raise ValueError(f"file_nbytes={file_nbytes}: expected {_MIN_FILE_NBYTES} or more.")
         self._fenced = checked_flag("fenced", fenced)
+        self._fetch_once = checked_flag("fetch_once", fetch_once)
         self._num_threads = checked_threads(num_threads)
         # The manifest that was read last, by the version's name and header: watching looks often.
         self._read: tuple[tuple[str, str], Any] = (("", ""), None)
@@ -295,7 +300,14 @@ class Files(Transport):
 
     def consumer_end(self, worker: str, rank: int) -> "FilesConsumer":
         """Open the engine's end."""
-        return FilesConsumer(self.store, worker, rank, self._timeout_s, self._num_threads)
+        return FilesConsumer(
+            self.store,
+            worker,
+            rank,
+            self._timeout_s,
+            self._num_threads,
+            fetch_once=self._fetch_once,
+        )
 
 
 class FilesPublisher(PublisherEnd):
@@ -529,20 +541,33 @@ class FilesConsumer(ConsumerEnd):
         rank: int,
         timeout_s: float,
         num_threads: int | None,
+        *,
+        fetch_once: bool,
     ) -> None:
         """Read from a run's store."""
         self._timeout_s = timeout_s
         self._store, self._worker, self._rank = store, worker, rank
         self._num_threads = num_threads
         self._is_closed = False
-        self._arrivals = Arrivals(CPUArenas(), f"rlb-files-{rank}")
+        self._arenas = CPUArenas()
+        self._arrivals = Arrivals(self._arenas, f"rlb-files-{rank}")
+        self._copies = HostCopies(timeout_s) if fetch_once else None
+        # What others may map, until the slot is closed or written again.
+        self._offered: weakref.WeakKeyDictionary[Slot, Turn] = weakref.WeakKeyDictionary()
         self._records: dict[str, RecordFile] = {}  # by publisher
         self._updates: dict[str, dict[str, UpdateReport]] = {}
         # Updates whose publisher hears nothing of them any more: it removed the record.
         self._gone: deque[str] = deque(maxlen=_REMEMBERED)
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
-        """Read a version into memory of this process."""
+        """Read a version into memory of this process, or map it where one of this host has it."""
+        return self._attached(manifest, self._copies)
+
+    def look(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Read what is stored, whatever other processes have."""
+        return self._attached(manifest, None)
+
+    def _attached(self, manifest: WeightUpdateManifest, copies: HostCopies | None) -> Attachment:
         try:
             handle = FilesHandle.model_validate(thaw(manifest.handle))
         except ValidationError as error:
@@ -551,14 +576,10 @@ class FilesConsumer(ConsumerEnd):
                 "errors). Send the manifest as it was published."
             )
             raise MalformedManifest(msg) from error
-        table = manifest.table
-        layout = layout_of(table, handle.file_nbytes, is_adapter=manifest.adapter is not None)
-        self._arrivals.commit(self._as_visible(lambda: self._arrival(manifest, layout)))
-        attached = self._arrivals.attach(
-            manifest.update_id, table, generation=_ONCE, num_threads=self._num_threads
+        layout = layout_of(
+            manifest.table, handle.file_nbytes, is_adapter=manifest.adapter is not None
         )
-        assert attached is not None  # as it was committed just now
-        return attached
+        return self._as_visible(lambda: self._attached_now(manifest, layout, copies))
 
     def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
         """Attach parts of one version, all of which are leased before the first byte is read."""
@@ -595,32 +616,89 @@ class FilesConsumer(ConsumerEnd):
             raise SegmentError(msg)
         return name, lease
 
-    def _arrival(self, manifest: WeightUpdateManifest, layout: FileLayout) -> Arrival:
-        """Read a version, leased meanwhile."""
+    def _attached_now(
+        self, manifest: WeightUpdateManifest, layout: FileLayout, copies: HostCopies | None
+    ) -> Attachment:
+        """Read a version, leased meanwhile, or map it; it must be visible."""
         name, lease = self._leased(manifest)
-        table = manifest.table
+        header = bytes.fromhex(lease.marker.header)
         try:
             for file in layout.files:  # before memory is taken: a manifest may claim any size
                 self._store.require_size(name, file.name, file.nbytes)
-            slot = self._arrivals.reserve(table.arena_nbytes)
+            turn = None if copies is None else copies.turn(manifest.update_id)
+            if isinstance(turn, Copy):
+                mapped = self._mapped(manifest, turn, header)
+                if mapped is not None:
+                    return mapped
+                turn = None
             try:
-                digests = self._read(name, layout, table, slot)
+                return self._fetched(manifest, name, layout, header, turn)
             except BaseException:
-                self._arrivals.abandon(slot)
+                if turn is not None:
+                    turn.close()
                 raise
-            return Arrival(
+        finally:
+            lease.close()
+
+    def _mapped(
+        self, manifest: WeightUpdateManifest, copy: Copy, header: bytes
+    ) -> Attachment | None:
+        """Map what another process fetched; None if it cannot be had, or not any more."""
+        table, update_id = manifest.table, manifest.update_id
+        try:
+            pin = self._arenas.pin_at(copy.slot, update_id, copy.generation, table.arena_nbytes)
+        except WeightBridgeError as error:
+            _LOG.info("update %s is fetched once more on this host: %s", update_id, error)
+            return None
+        if pin.header != header:
+            return None
+        return self._arrivals.attach_pin(pin, table, num_threads=self._num_threads)
+
+    def _fetched(
+        self,
+        manifest: WeightUpdateManifest,
+        name: str,
+        layout: FileLayout,
+        header: bytes,
+        turn: Turn | None,
+    ) -> Attachment:
+        """Read a version into memory of this process, and offer it to others."""
+        table = manifest.table
+        slot = self._arrivals.reserve(table.arena_nbytes)
+        self._withdraw(slot)
+        try:
+            digests = self._read(name, layout, table, slot, turn)
+        except BaseException:
+            self._arrivals.abandon(slot)
+            raise
+        self._arrivals.commit(
+            Arrival(
                 update_id=manifest.update_id,
                 generation=_ONCE,
                 arena_nbytes=table.arena_nbytes,
                 layout_digest=table.digest,
                 slot=slot,
                 digests=digests,
-                header=bytes.fromhex(lease.marker.header),
+                header=header,
             )
-        finally:
-            lease.close()
+        )
+        if turn is not None and digests == manifest.digests:
+            self._offered[slot] = turn
+            turn.offer(slot)
+        attached = self._arrivals.attach(
+            manifest.update_id, table, generation=_ONCE, num_threads=self._num_threads
+        )
+        assert attached is not None  # as it was committed just now
+        return attached
 
-    def _read(self, name: str, layout: FileLayout, table: TensorTable, slot: Slot) -> bytes:
+    def _withdraw(self, slot: Slot) -> None:
+        turn = self._offered.pop(slot, None)
+        if turn is not None:
+            turn.close()
+
+    def _read(
+        self, name: str, layout: FileLayout, table: TensorTable, slot: Slot, turn: Turn | None
+    ) -> bytes:
         """Read all files into a slot; returns the tensors' digests, made beside that."""
         memory = memoryview(self._arrivals.tensor(slot, table.arena_nbytes).numpy())  # type: ignore[arg-type]  # numpy's types lack it
         found = np.zeros((len(table.names), DIGEST_NBYTES), np.uint8)
@@ -635,6 +713,8 @@ class FilesConsumer(ConsumerEnd):
             rows = list(chunk.rows)
             digests = chunk.plan.digest(table.offset_column[rows] + slot.address, num_threads=1)
             found[rows] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+            if turn is not None:
+                turn.count()
 
         threads = self._num_threads or self._store.num_readers or len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(threads) as pool:
@@ -694,6 +774,8 @@ class FilesConsumer(ConsumerEnd):
     def close(self) -> None:
         """Close the records; tensors keep the memory that they show."""
         self._is_closed = True
+        for slot in list(self._offered):
+            self._withdraw(slot)
         self._arrivals.close()
         while self._records:
             self._records.popitem()[1].close()

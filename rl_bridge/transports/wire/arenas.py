@@ -23,7 +23,7 @@ from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import vm
 from rl_bridge.memory.arrival_digest import ArrivalDigest, ArrivalPlan
 from rl_bridge.memory.places import CPU_PLACE, Pass, Place
-from rl_bridge.memory.segment import OwnedSegment
+from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 from rl_bridge.memory.slots import ARRIVING, Slot, SlotRing, slot_segment_nbytes
 from rl_bridge.memory.views import Attachment, LeasedView, Pin, ViewCache
 from rl_bridge.transports.wire.channel import keep_newest
@@ -82,8 +82,18 @@ class CPUArenas(Arenas):
 
     def pin(self, slot: Slot, update_id: str, arena_nbytes: int) -> Pin:
         """Lease the version in a slot."""
-        view = self._views.get(slot.segment.ref)
-        return view.pin(update_id, slot.generation, arena_nbytes)
+        return self.pin_at(slot.segment.ref, update_id, slot.generation, arena_nbytes)
+
+    def pin_at(self, ref: SegmentRef, update_id: str, generation: int, arena_nbytes: int) -> Pin:
+        """Lease the version in a slot of this host, which may be another process's.
+
+        Raises:
+            StaleUpdate: the slot holds another version by now.
+            SegmentError: it is gone, or not what `ref` says.
+            WeightBridgeUnavailableError: it may not be opened, or memory or descriptors are short.
+
+        """
+        return self._views.get(ref).pin(update_id, generation, arena_nbytes)
 
     def sweep(self) -> None:
         """Release the views of slots that were closed."""
@@ -325,9 +335,14 @@ class Arrivals:
             pin.header = arrival.header
             arrival.is_claimed = True
             self.learn(table)
-            made = Attachment(table, pin, self._pass(table), num_threads=num_threads)
+            made = self.attach_pin(pin, table, num_threads=num_threads)
             made.digested(arrival.digests if arrival.layout_digest == table.digest else None)
             return made
+
+    def attach_pin(self, pin: Pin, table: TensorTable, *, num_threads: int | None) -> Attachment:
+        """Make the attachment of a version that was leased."""
+        with self._lock:
+            return Attachment(table, pin, self._pass(table), num_threads=num_threads)
 
     def attach_part(
         self,
