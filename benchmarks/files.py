@@ -1,9 +1,10 @@
 """Measures versions in files: `python benchmarks/files.py [--quick] [--folder DIR]`.
 
 A model of some 1 GB in 300 tensors, on a disk: publishing over ``files`` beside writing the same
-tensors with safetensors and syncing them, and importing with verification beside safetensors'
-loading of the file and plain reads of it into memory, in turn in one run. README.md beside this
-file says how each figure comes about.
+tensors with safetensors and syncing them; importing with verification beside safetensors' loading
+of the file and plain reads of it into memory; and importing by a second reader of the host beside
+an import over shared memory; in turn in one run. README.md beside this file says how each figure
+comes about.
 """
 
 import datetime as dt
@@ -44,13 +45,18 @@ class _Bench:
     """Both ways to write a version, and three to read it."""
 
     def __init__(self, folder: Path, layers: int) -> None:
-        from rl_bridge.bridge import FilesTensorBridge
+        from rl_bridge.bridge import FilesTensorBridge, SharedMemoryTensorBridge
 
         self.folder, self.weights = folder, _weights(layers)
         self.nbytes = sum(one.nbytes for one in self.weights.values())
         self.trainer = FilesTensorBridge(url=folder / "run", suspicious="off", keep_last=1)
         self.reader = FilesTensorBridge(url=folder / "run")
-        self.count = 0
+        self.second = FilesTensorBridge(url=folder / "run")
+        self.publisher = SharedMemoryTensorBridge(suspicious="off")
+        self.consumer = SharedMemoryTensorBridge()
+        self.shared = self.publisher.publish(self.weights, weight_version=1)
+        self.count = self.plain_count = 0
+        self.plain = folder / "plain-0" / "model.safetensors"
         self.arena = bytearray(self.nbytes + (1 << 20))
         self.held: Any = None
 
@@ -64,6 +70,7 @@ class _Bench:
         self.count += 1
         self._change()
         made: list[Any] = []
+        os.sync()  # what others wrote is not this one's to wait for
         seconds = timed(
             lambda: made.append(self.trainer.publish(self.weights, weight_version=self.count))
         )
@@ -73,49 +80,69 @@ class _Bench:
         return {"publish_s": seconds}
 
     def plain_write(self, which: int) -> dict[str, Any]:
-        """The same tensors by safetensors, synced with their directory."""
+        """The same tensors by safetensors, synced with their directory; the older file goes then.
+
+        As for versions: what is written takes new pages, and not those of the file before.
+        """
         del which
         from safetensors.torch import save_file
 
         self._change()
-        folder = self.folder / "plain"
-        shutil.rmtree(folder, ignore_errors=True)
+        self.plain_count += 1
+        folder = self.folder / f"plain-{self.plain_count}"
         folder.mkdir()
+        path = folder / "model.safetensors"
 
         def write() -> None:
-            path = folder / "model.safetensors"
             save_file(self.weights, path)
             for one in (path, folder):
                 descriptor = os.open(one, os.O_RDONLY)
                 os.fsync(descriptor)
                 os.close(descriptor)
 
-        return {"write_s": timed(write)}
+        os.sync()
+        seconds = timed(write)
+        shutil.rmtree(self.plain.parent, ignore_errors=True)
+        self.plain = path
+        return {"write_s": seconds}
 
     def read(self, which: int) -> dict[str, Any]:
         """Import, with all digests."""
         del which
         manifest = self.held
         seconds = timed(lambda: self.reader.import_update(manifest))
-        self.reader.release_imported(manifest)
         return {"import_s": seconds}
+
+    def read_second(self, which: int) -> dict[str, Any]:
+        """Import what another reader of this host has fetched, with all digests."""
+        del which
+        manifest = self.held
+        seconds = timed(lambda: self.second.import_update(manifest))
+        self.second.release_imported(manifest)
+        self.reader.release_imported(manifest)
+        return {"second_s": seconds}
+
+    def read_shared(self, which: int) -> dict[str, Any]:
+        """Import the same tensors over shared memory, with all digests."""
+        del which
+        seconds = timed(lambda: self.consumer.import_update(self.shared))
+        self.consumer.release_imported(self.shared)
+        return {"shared_s": seconds}
 
     def load_file(self, which: int) -> dict[str, Any]:
         """Load by safetensors, and copy out of its mapping: every byte is read."""
         del which
         from safetensors.torch import load_file
 
-        path = self.folder / "plain" / "model.safetensors"
-        return {"load_s": timed(lambda: [one.clone() for one in load_file(path).values()])}
+        return {"load_s": timed(lambda: [one.clone() for one in load_file(self.plain).values()])}
 
     def plain_read(self, which: int) -> dict[str, Any]:
         """Read the file into memory that was written before."""
         del which
-        path = self.folder / "plain" / "model.safetensors"
         memory = memoryview(self.arena)
 
         def read() -> None:
-            with path.open("rb", buffering=0) as file:
+            with self.plain.open("rb", buffering=0) as file:
                 at = 0
                 while at < len(memory) and (count := file.readinto(memory[at:])):
                     at += count
@@ -124,8 +151,8 @@ class _Bench:
 
     def close(self) -> None:
         """Close the bridges."""
-        self.reader.close()
-        self.trainer.close()
+        for one in (self.second, self.reader, self.trainer, self.consumer, self.publisher):
+            one.close()
 
 
 def main(
@@ -144,6 +171,8 @@ def main(
             "publish": bench.publish,
             "plain_write": bench.plain_write,
             "import": bench.read,
+            "second_import": bench.read_second,
+            "shared_memory": bench.read_shared,
             "load_file": bench.load_file,
             "plain_read": bench.plain_read,
         }
@@ -156,14 +185,18 @@ def main(
     publish, write = mid("publish", "publish_s"), mid("plain_write", "write_s")
     read = mid("import", "import_s")
     best = min(mid("load_file", "load_s"), mid("plain_read", "read_s"))
+    second, shared = mid("second_import", "second_s"), mid("shared_memory", "shared_s")
     ratios = {
         "plain_write_vs_publish": write / publish,
         "plain_read_vs_import": best / read,
+        "shared_memory_vs_second_import": shared / second,
         "publish_s": publish,
         "write_s": write,
         "import_s": read,
         "load_s": mid("load_file", "load_s"),
         "read_s": mid("plain_read", "read_s"),
+        "second_s": second,
+        "shared_s": shared,
     }
     document = {
         "format": 1,

@@ -14,7 +14,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Iterable
-from ctypes import c_int, c_long, c_size_t, c_void_p
+from ctypes import c_int, c_int64, c_long, c_size_t, c_uint, c_void_p
 from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +33,7 @@ _MADV_FREE = 8
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
+_SYNC_FILE_RANGE_WRITE = 2
 _MREMAP_MAYMOVE = 1
 _MREMAP_FIXED = 2
 _MREMAP_DONTUNMAP = 4
@@ -44,6 +45,7 @@ _libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
 _libc.munmap.argtypes = [c_void_p, c_size_t]
 _libc.madvise.argtypes = [c_void_p, c_size_t, c_int]
 _libc.mremap.argtypes = [c_void_p, c_size_t, c_size_t, c_int, c_void_p]
+_libc.sync_file_range.argtypes = [c_int, c_int64, c_int64, c_uint]
 
 
 def round_up(value: int, unit: int = PAGE) -> int:
@@ -76,6 +78,14 @@ def read_into(fd: int, address: int, nbytes: int) -> int:
             break
         done += got
     return done
+
+
+def begin_writeback(fd: int, begin: int, nbytes: int) -> None:
+    """Have the kernel begin to bring a range of a file to its disk, without waiting.
+
+    It is a hint: a file system that takes none writes when the file is synced.
+    """
+    _libc.sync_file_range(fd, begin, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def _os_error(what: str) -> OSError:

@@ -86,7 +86,7 @@ class Reader:
                     os.kill(os.getpid(), number)
             original(*given)
 
-        DirectoryStore.read = read  # type: ignore[method-assign]  # in this process alone
+        DirectoryStore.read = read  # type: ignore[assignment,method-assign]  # in this process alone
 
 
 @pytest.fixture

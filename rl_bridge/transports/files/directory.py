@@ -18,10 +18,12 @@ of ``.writer-RANK``. (Locks of `fcntl`, which NFS has as well.)
 """
 
 import errno
+import itertools
 import os
 import re
 import shutil
 import stat
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +33,7 @@ from pydantic import ValidationError
 
 from rl_bridge.errors import SegmentError, VersionNotFound, WeightBridgeUnavailableError
 from rl_bridge.memory import segment as leases
+from rl_bridge.memory import vm
 from rl_bridge.memory.control import Record
 from rl_bridge.memory.holding import Holding
 from rl_bridge.transports.files.store import (
@@ -52,6 +55,7 @@ from rl_bridge.transports.files.store import (
 )
 
 _MAX_IOVECS = 1024
+_WRITE_NBYTES = 8 << 20
 _BEGUN = re.compile(r"^\.(\d+)-[0-9a-f]{32}$")
 
 
@@ -353,16 +357,31 @@ def write_durably(path: Path, pieces: Sequence[Any]) -> None:
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        left = [memoryview(one).cast("B") for one in pieces if len(one)]
+        left = deque(memoryview(one).cast("B") for one in pieces if len(one))
+        begin = 0
         while left:
-            written = os.writev(fd, left[:_MAX_IOVECS])
+            written = os.writev(fd, _first(left, _WRITE_NBYTES))
+            # The disk works while the next bytes are copied, instead of all at once in the end.
+            vm.begin_writeback(fd, begin, written)
+            begin += written
             while left and written >= len(left[0]):
-                written -= len(left.pop(0))
+                written -= len(left.popleft())
             if written:
                 left[0] = left[0][written:]
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _first(pieces: Iterable[memoryview], nbytes: int) -> list[memoryview]:
+    """The first so many bytes of buffers, or a little less."""
+    found: list[memoryview] = []
+    for one in itertools.islice(pieces, _MAX_IOVECS):
+        found.append(one[:nbytes])
+        nbytes -= len(found[-1])
+        if not nbytes:
+            break
+    return found
 
 
 def sync_folder(folder: Path) -> None:
