@@ -35,8 +35,8 @@ def demo(
     transport: Annotated[
         str | None,
         typer.Option(
-            help="How the weights travel: shared-memory, or local-clone; an adapter: nixl, or "
-            "shared-memory.",
+            help="How the weights travel: shared-memory, local-clone, or files; an adapter: nixl, "
+            "or shared-memory.",
             show_default=False,
         ),
     ] = None,
@@ -48,6 +48,14 @@ def demo(
         bool,
         typer.Option("--lora", help="Train a LoRA adapter on two ranks; it needs --engine vllm."),
     ] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Over files: the store, a directory or such as s3://bucket/run. Without it, a "
+            "directory in OUT.",
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[
         int, typer.Option(min=MIN_STEPS, help="Training steps, one update of the weights each.")
     ] = DEFAULT_STEPS,
@@ -62,11 +70,16 @@ def demo(
     step checks that the rollout samples with exactly the version that it reports. In the middle one
     update is corrupted, one is stale and one install fails half-way: each is refused or undone, and
     training goes on.
+
+    Over files, trainer and engines share nothing but the url of a store. The trainer is killed in
+    the middle of a publication, a second engine joins while no trainer lives, and a new trainer
+    goes on from the newest version.
     """
     run_demo(
         transport=transport,
         engine=engine.value,
         lora=lora,
+        url=url,
         steps=steps,
         seed=seed,
         out=out,

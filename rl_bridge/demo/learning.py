@@ -138,16 +138,27 @@ class Learner:
     """Owns the optimizer of a model; the model itself stays the caller's."""
 
     def __init__(
-        self, model: Policy, *, num_steps: int, config: LearnerConfig | None = None
+        self,
+        model: Policy,
+        *,
+        num_steps: int,
+        num_done: int = 0,
+        config: LearnerConfig | None = None,
     ) -> None:
-        """Prepare for `num_steps` calls of `update`."""
+        """Prepare for `num_steps` calls of `update`, of which a learner before made some.
+
+        Its optimizer's state is not known here: the moments begin anew, at the rate that is due.
+        """
         self._model = model
         self._config = config = config or LearnerConfig()
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         self._schedule = torch.optim.lr_scheduler.LinearLR(
-            self._optimizer, 1.0, config.final_share, total_iters=num_steps
+            self._optimizer,
+            1.0 - (1.0 - config.final_share) * num_done / num_steps,
+            config.final_share,
+            total_iters=num_steps - num_done,
         )
 
     def update(self, batch: SampleBatch) -> float:

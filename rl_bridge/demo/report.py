@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-Update = Literal["installed", "refused", "undone"]
+Update = Literal["installed", "refused", "undone", "lost"]
+EventKind = Literal["killed", "joined", "resumed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,22 @@ class FaultRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventRow:
+    """What became of a process in the middle of a run."""
+
+    step: int
+    """The step before whose samples it was."""
+    kind: EventKind
+    who: str
+    """``trainer`` or ``engine``."""
+    pid: int
+    version: int
+    """What it was publishing when it was killed; or what it found in the store, and began with."""
+    seconds: float
+    """From its start until it was ready; of one that was killed, since its publication began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
     """A whole run."""
 
@@ -79,6 +96,10 @@ class DemoResult:
     """Outputs that carried the engine's own label of the version that was asked for."""
     lora: bool = False
     """Whether the versions are those of an adapter."""
+    url: str = ""
+    """Of the store, where versions travel in files."""
+    events: tuple[EventRow, ...] = ()
+    """Processes that were killed, joined or resumed; where versions travel in files."""
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -93,6 +114,7 @@ class DemoResult:
             "versions_installed": len({row.version for row in self.rows}),
             "refused": outcomes.count("refused"),
             "undone": outcomes.count("undone"),
+            "lost": outcomes.count("lost"),
             "logprob_max_abs_diff": max(
                 *diffs, *(fault.logprob_max_abs_diff for fault in self.faults)
             ),
@@ -102,10 +124,12 @@ class DemoResult:
 
 
 def write_json(result: DemoResult, path: Path) -> None:
-    """Write `demo.json`: everything; what only real engines have, only for these."""
+    """Write `demo.json`: everything; what only real engines or files have, only for these."""
     values = asdict(result) | result.summary
     if not result.engine_name:
         del values["engine_name"], values["labels_checked"]
+    if not result.url:
+        del values["url"], values["events"], values["lost"]
     text = json.dumps(values, sort_keys=True, indent=2, allow_nan=False)
     path.write_text(f"{text}\n", encoding="utf-8")
 
@@ -116,6 +140,7 @@ def write_json(result: DemoResult, path: Path) -> None:
 # serves, in `prepare`; what stands between their pause and their resume is the install.
 _PHASES = {
     "copy, digest": ("gather", "slot", "stage_digest"),
+    "write, sync": ("write",),
     "messages": ("seal", "to_json"),
     "verify": ("attach", "verify"),
     "prepare": ("prepare",),
@@ -168,6 +193,25 @@ def print_fault(row: FaultRow, console: Console) -> None:
     console.print(text, soft_wrap=True)
 
 
+def event_text(row: EventRow) -> str:
+    """An event in a few words."""
+    said = {
+        "killed": f"SIGKILL in its publication of v{row.version}",
+        "joined": f"finds v{row.version}, while no trainer lives",
+        "resumed": f"goes on from v{row.version}",
+    }
+    return f"{row.who} {row.pid} {said[row.kind]}"
+
+
+def print_event(row: EventRow, console: Console) -> None:
+    """Show what became of a process."""
+    text = Text.assemble(
+        (f" {row.kind.upper()} ", "bold white on dark_green"),
+        f" step {row.step}: {event_text(row)} ({row.seconds:.1f} s)",
+    )
+    console.print(text, soft_wrap=True)
+
+
 def print_report(result: DemoResult, console: Console) -> None:
     """Print what was learnt, what was refused, and what an update costs."""
     found = result.summary
@@ -188,6 +232,8 @@ def print_report(result: DemoResult, console: Console) -> None:
             f"{fault.kind} v{fault.version} at step {fault.step}: {fault.error}; "
             f"v{fault.active_version} stayed active",
         )
+    for event in result.events:
+        table.add_row(event.kind, f"step {event.step}: {event_text(event)}")
     table.add_row(
         "log-probs",
         f"agree within {found['logprob_max_abs_diff']:.1e} at every step; one version older would "

@@ -29,6 +29,7 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
+from rl_bridge.remote.client import RemoteEngine
 from rl_bridge.testing.installer_faults import EngineFault
 from rl_bridge.testing.processes import Child, ChildDied, ChildError
 from rl_bridge.transports.registry import transport_class
@@ -67,6 +68,8 @@ class RolloutConfig:
     lora: bool = False
     """Train a LoRA adapter on two ranks, instead of all weights on one."""
     task: SortTask = field(default_factory=SortTask)
+    url: str = ""
+    """Of the store, where versions travel in files."""
     engine_log: str = ""
     """File for what the rollout's processes print; empty lets them print where the trainer does."""
 
@@ -104,9 +107,13 @@ class RolloutWorker:
         model_seed = config.seed + (0 if config.lora else 1_000_003)
         kind = VLLMLoRASampler if config.lora else _SAMPLERS[config.engine]
         self.sampler = kind(config.task, model_seed=model_seed, seed=config.seed)
-        self._engine = self.sampler.updated_over(config.transport)
+        self._engine = self._updated(config)
         self._is_lora = config.lora
         self._rest = "HTTP" if config.engine is Engine.VLLM_HTTP else "finish"
+
+    def _updated(self, config: RolloutConfig) -> RolloutExecutor | RemoteEngine:
+        """Have the engine take updates."""
+        return self.sampler.updated_over(config.transport)
 
     def name(self) -> str:
         """Return the engine's name, for people."""

@@ -12,14 +12,23 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from rl_bridge.demo.picture import draw_picture
-from rl_bridge.demo.report import DemoResult, print_fault, print_report, step_line, write_json
+from rl_bridge.demo.report import (
+    DemoResult,
+    EventRow,
+    print_event,
+    print_fault,
+    print_report,
+    step_line,
+    write_json,
+)
 from rl_bridge.demo.rollout import Engine, Rollout, RolloutConfig
-from rl_bridge.demo.trainer import Trainer, plan_faults
+from rl_bridge.demo.stored import FAULTS, StoreRollout, StoreTrainer
+from rl_bridge.demo.trainer import USUAL_FAULTS, Trainer, plan_faults
 from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.transports.registry import canonical_name, transport_class
 
 DEFAULT_STEPS = 80
-_TRANSPORTS = ("shared-memory", "local-clone")
+_TRANSPORTS = ("shared-memory", "local-clone", "files")
 _LORA_TRANSPORTS = ("nixl", "shared-memory")
 
 # Engine -> the packages that it needs, the extras that have them.
@@ -41,24 +50,33 @@ def run_demo(
     transport: str | None = None,
     engine: str = Engine.MODULE,
     lora: bool = False,
+    url: str | None = None,
     steps: int = DEFAULT_STEPS,
     seed: int = 0,
     out: Path = Path("demo-out"),
     console: Console | None = None,
 ) -> DemoResult:
-    """Train a small policy over the bridge, plant three faults, and write down what happened.
+    """Train a small policy over the bridge, plant faults, and write down what happened.
 
     The trainer runs here; the rollout runs in a process of its own if the transport crosses
     processes. Each step insists that the rollout's log-probabilities are those of the version that
     it reports. Two updates are refused and one is undone on purpose.
 
+    Over ``files`` the trainer is a process of its own as well. It is killed in the middle of a
+    publication, an engine joins while no trainer lives, and a new trainer goes on from the newest
+    version of the store, its optimizer begun anew.
+
     Args:
-        transport: name or short form; None takes ``shared-memory``, for an adapter ``nixl``.
+        transport: name or short form; None takes ``shared-memory``, for an adapter ``nixl``, and
+            ``files`` for a `url`.
         engine: what the rollout samples with: ``module``, a torch module; ``vllm`` or ``sglang``,
             such an engine, which takes half a minute to start; ``vllm-http``, a vLLM server with a
             side-car beside it.
         lora: train a LoRA adapter instead of all weights: on two ranks under FSDP2, over NIXL into
             a vLLM engine on two ranks. It needs ``engine="vllm"``.
+        url: with ``files``, the store that trainer and engines share: a directory, or such as
+            ``s3://bucket/run``, which fsspec opens with what it finds in the environment. None
+            makes a directory in `out`.
         steps: training steps, one update of the weights each.
         seed: of the weights and of the samples; the same seed gives the same rewards, with SGLang
             and with a server only about the same.
@@ -78,28 +96,37 @@ def run_demo(
     """
     start = time.perf_counter()
     console = console or Console()
-    faults = plan_faults(steps)
-    config = _checked(transport, engine, seed, lora=lora)
+    config = _checked(transport, engine, seed, url, lora=lora)
+    is_stored = config.transport == "files"
+    faults = plan_faults(steps, FAULTS if is_stored else USUAL_FAULTS)
     _check_writable(out)
+    if is_stored and not config.url:
+        config = replace(config, url=tempfile.mkdtemp(prefix="store-", dir=out.absolute()))
     if config.engine is not Engine.MODULE:
         config = replace(config, engine_log=str((out / f"{config.engine}.log").absolute()))
         _say(
             console,
             f"starting {config.engine}, which takes half a minute; its log is {config.engine_log}",
         )
-    rows, fault_rows = [], []
+    rows, fault_rows, events = [], [], list[EventRow]()
     with ExitStack() as stack:
         # Trainer and rollout take turns with matrices too small to share among threads.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        rollout = stack.enter_context(Rollout(config))
-        trainer = Trainer(config, rollout, num_steps=steps)
+        rollout: Rollout
+        trainer: Trainer
+        if is_stored:
+            rollout = stored = stack.enter_context(StoreRollout(config))
+            trainer = StoreTrainer(config, stored, num_steps=steps)
+        else:
+            rollout = stack.enter_context(Rollout(config))
+            trainer = Trainer(config, rollout, num_steps=steps)
         stack.callback(trainer.close)
         name = rollout.wait_until_ready()
         _say(
             console,
             f"sort {config.task.num_digits} digits: a {name} samples in process {rollout.pid}; its "
-            f"weights come over {config.transport}",
+            f"weights come over {config.transport}{f', in {config.url}' if is_stored else ''}",
         )
         columns = TextColumn("{task.description}"), BarColumn()
         on_terminal = console.is_terminal
@@ -112,6 +139,9 @@ def run_demo(
             if fault_row is not None:
                 fault_rows.append(fault_row)
                 print_fault(fault_row, console)
+            for event in trainer.events[len(events) :]:
+                events.append(event)
+                print_event(event, console)
             bar.update(task, description=step_line(row, steps), advance=1)
             if not on_terminal:
                 _say(console, step_line(row, steps))
@@ -121,7 +151,7 @@ def run_demo(
         transport=config.transport,
         engine=config.engine.value,
         seed=seed,
-        num_processes=4 if config.engine is Engine.VLLM_HTTP or lora else 1 + crosses,
+        num_processes=4 if config.engine is Engine.VLLM_HTTP or lora or is_stored else 1 + crosses,
         num_tensors=manifest.tensor_count,
         total_nbytes=manifest.total_nbytes,
         seconds=time.perf_counter() - start,
@@ -130,10 +160,14 @@ def run_demo(
         engine_name="" if config.engine is Engine.MODULE else name,
         labels_checked=labels_checked,
         lora=lora,
+        url=config.url,
+        events=tuple(events),
     )
     write_json(result, out / "demo.json")
     draw_picture(result, out / "demo.png")
     print_report(result, console)
+    if is_stored:
+        _say(console, f"the last versions stay: rl-bridge files ls {config.url}")
     _say(console, f"{out / 'demo.json'} {out / 'demo.png'}")
     return result
 
@@ -142,7 +176,9 @@ def _say(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False)
 
 
-def _checked(transport: str | None, engine: str, seed: int, *, lora: bool) -> RolloutConfig:
+def _checked(
+    transport: str | None, engine: str, seed: int, url: str | None, *, lora: bool
+) -> RolloutConfig:
     """Find every reason not to start before anything is started."""
     if engine not in list(Engine):
         raise ValueError(f"no engine {engine!r} for the demo, expected one of {', '.join(Engine)}")
@@ -152,13 +188,27 @@ def _checked(transport: str | None, engine: str, seed: int, *, lora: bool) -> Ro
             "engine='vllm' (--engine vllm)."
         )
     usable = _LORA_TRANSPORTS if lora else _TRANSPORTS
+    if url is not None and transport is None:
+        transport = "files"
     name = canonical_name(transport) if transport in {"shm", "local"} else transport or usable[0]
     if name not in usable:
         raise WeightBridgeUnavailableError(
             f"the demo's trainer has its weights on the CPU and sends them over "
             f"{' or '.join(usable)}, not over {transport!r}. Take one of these."
         )
-    config = RolloutConfig(transport=name, seed=seed, engine=Engine(engine), lora=lora)
+    if url is not None and name != "files":
+        raise WeightBridgeUnavailableError(
+            f"the demo has a url for transport files, not for {name!r}. Take transport='files' "
+            "(--transport files), or no url."
+        )
+    if name == "files" and engine != Engine.MODULE:
+        raise WeightBridgeUnavailableError(
+            f"the demo over files samples with engine 'module', not with {engine!r}. Take that "
+            "engine (--engine module), or transport='shared-memory' (--transport shared-memory)."
+        )
+    config = RolloutConfig(
+        transport=name, seed=seed, engine=Engine(engine), lora=lora, url=url or ""
+    )
     kind = transport_class(config.transport)
     packages, extras = _NEEDED_FOR_LORA if lora else _NEEDED[config.engine]
     missing = [name for name in (*packages, "matplotlib") if importlib.util.find_spec(name) is None]

@@ -7,7 +7,7 @@ more than rounding, the rollout sampled with other weights than it says, and the
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,7 +19,7 @@ from rl_bridge.demo.lora import ADAPTER, LoRARanks, build_adapted
 from rl_bridge.demo.model import build_model
 from rl_bridge.demo.qwen import LEARNER, build_qwen
 from rl_bridge.demo.ranks import OneRank, Published, TrainerRanks
-from rl_bridge.demo.report import FaultRow, StepRow, Update
+from rl_bridge.demo.report import EventRow, FaultRow, StepRow, Update
 from rl_bridge.demo.rollout import Engine, InstallReply, Rollout, RolloutConfig, SampleReply
 from rl_bridge.engines.serving import default_label
 from rl_bridge.errors import WeightBridgeError
@@ -30,8 +30,8 @@ MIN_STEPS = 6
 
 _NUM_GROUPS = 64
 _GROUP_SIZE = 8
-# Enough to tell one version from another, and cheap.
-_CHECK_GROUPS = 8
+CHECK_GROUPS = 8
+"""Enough to tell one version from another, and cheap."""
 
 
 class PromiseBroken(WeightBridgeError):
@@ -76,6 +76,13 @@ class VersionShelf:
         while len(self._kept) > self._capacity:
             del self._kept[min(self._kept)]
 
+    def holds(self, version: int, state: Mapping[str, Tensor]) -> bool:
+        """Whether these are, bit for bit, the weights of a version."""
+        kept = self._kept[version]
+        return kept.keys() == state.keys() and all(
+            torch.equal(tensor, state[name]) for name, tensor in kept.items()
+        )
+
     def compare(self, version: int, batch: SampleBatch) -> Agreement:
         """Measure a batch against the reported version, and against the one before as control."""
         older = max((kept for kept in self._kept if kept < version), default=None)
@@ -108,6 +115,11 @@ class Fault(StrEnum):
     """The manifest of the version before the active one is sent again."""
     HALF_WAY = "half-way install"
     """The engine fails after half of the tensors have been written."""
+    KILLED = "killed trainer"
+    """The trainer is killed in the middle of its publication; another one goes on."""
+
+
+USUAL_FAULTS = (Fault.CORRUPTED, Fault.STALE, Fault.HALF_WAY)
 
 
 # Each fault's expected outcome, the type of its error, and words of the error where the type alone
@@ -126,12 +138,12 @@ _HALF_WAY_ELSEWHERE: tuple[Update, str, str] = (
 )
 
 
-def plan_faults(num_steps: int) -> dict[int, Fault]:
-    """Say before which step's own update which fault is planted: around the middle."""
+def plan_faults(num_steps: int, faults: Sequence[Fault] = USUAL_FAULTS) -> dict[int, Fault]:
+    """Say before which step's own update which fault is planted: the second in the middle."""
     if num_steps < MIN_STEPS:
         raise ValueError(f"{num_steps} steps are too few for the demo, at least {MIN_STEPS}")
     middle, gap = num_steps // 2 + 1, max(1, num_steps // 10)
-    return {middle - gap: Fault.CORRUPTED, middle: Fault.STALE, middle + gap: Fault.HALF_WAY}
+    return {middle + (index - 1) * gap: fault for index, fault in enumerate(faults)}
 
 
 def examine(
@@ -158,7 +170,7 @@ def examine(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _HandOver:
+class HandOver:
     """One manifest's way to the rollout."""
 
     manifest: WeightUpdateManifest
@@ -175,23 +187,26 @@ class Trainer:
         self._rollout = rollout
         self._engine = config.engine
         self._is_lora = config.lora
-        task, transport, seed = config.task, config.transport, config.seed
-        policy: Policy
-        self._ranks: TrainerRanks
-        if config.lora:
-            policy = build_adapted(task, seed)
-            self._ranks = LoRARanks(task, transport=transport, seed=seed, num_steps=num_steps)
-        else:
-            is_module = config.engine is Engine.MODULE
-            policy = build_model(task, seed) if is_module else build_qwen(task, seed)
-            settings = LearnerConfig() if is_module else LEARNER
-            self._ranks = OneRank(policy, transport=transport, num_steps=num_steps, config=settings)
+        policy, self._ranks = self._started(config, num_steps)
         self._shelf = VersionShelf(policy)
+        self.events: list[EventRow] = []
+        """What became of processes on the way."""
         self._version = 0
         self.labels_checked = 0
         """How many outputs carried the engine's own label of the version that was asked for."""
         self._held: WeightUpdateManifest | None = None
         self._held_before: WeightUpdateManifest | None = None
+
+    def _started(self, config: RolloutConfig, num_steps: int) -> tuple[Policy, TrainerRanks]:
+        """Start the ranks; the policy is what their versions are weights of."""
+        task, transport, seed = config.task, config.transport, config.seed
+        if config.lora:
+            ranks = LoRARanks(task, transport=transport, seed=seed, num_steps=num_steps)
+            return build_adapted(task, seed), ranks
+        is_module = config.engine is Engine.MODULE
+        policy: Policy = build_model(task, seed) if is_module else build_qwen(task, seed)
+        settings = LearnerConfig() if is_module else LEARNER
+        return policy, OneRank(policy, transport=transport, num_steps=num_steps, config=settings)
 
     @property
     def held(self) -> WeightUpdateManifest:
@@ -236,7 +251,7 @@ class Trainer:
         )
         return row, fault_row
 
-    def _update(self) -> _HandOver:
+    def _update(self) -> HandOver:
         """Publish the weights of now and have them installed."""
         start = time.perf_counter()
         over = self._hand_over(*self._publish(), start)
@@ -256,7 +271,7 @@ class Trainer:
             self._ranks.release(self._held_before)
         return over
 
-    def _plant(self, number: int, fault: Fault) -> tuple[FaultRow, _HandOver | None]:
+    def _plant(self, number: int, fault: Fault) -> tuple[FaultRow, HandOver | None]:
         """Plant a fault and see that it does no harm.
 
         Returns:
@@ -275,7 +290,7 @@ class Trainer:
             over = self._hand_over(*published, start, fail_half_way=fault is Fault.HALF_WAY)
             self._ranks.release(published.manifest)
         outcome = examine(fault, over.reply, active_version=before, engine=self._engine)
-        _, agreement = self.sample(_CHECK_GROUPS)
+        _, agreement = self.sample(CHECK_GROUPS)
         row = FaultRow(
             step=number,
             kind=fault.value,
@@ -300,21 +315,22 @@ class Trainer:
         start: float,
         *,
         fail_half_way: bool = False,
-    ) -> _HandOver:
-        published = time.perf_counter()
+    ) -> HandOver:
+        sending_ms, reply = self._send(manifest, fail_half_way=fail_half_way)
+        update_ms = (time.perf_counter() - start) * 1e3
+        timings = {**timings_ms, **sending_ms}
+        timings.pop("publish", None)  # the sum of its phases
+        return HandOver(manifest=manifest, reply=reply, publish_ms=timings, update_ms=update_ms)
+
+    def _send(
+        self, manifest: WeightUpdateManifest, *, fail_half_way: bool
+    ) -> tuple[dict[str, float], InstallReply]:
+        """Have the rollout install a version: what this side needed for it, and the outcome."""
+        start = time.perf_counter()
         # The layout, by far the larger part, travels once; later manifests refer to it.
         text = manifest.to_json(layout=self._held is None)
-        to_json_ms = (time.perf_counter() - published) * 1e3
-        reply = self._rollout.install(text, fail_half_way=fail_half_way)
-        update_ms = (time.perf_counter() - start) * 1e3
-        timings = dict(timings_ms)
-        timings.pop("publish", None)  # the sum of its phases
-        return _HandOver(
-            manifest=manifest,
-            reply=reply,
-            publish_ms={**timings, "to_json": to_json_ms},
-            update_ms=update_ms,
-        )
+        to_json_ms = (time.perf_counter() - start) * 1e3
+        return {"to_json": to_json_ms}, self._rollout.install(text, fail_half_way=fail_half_way)
 
     def sample(self, num_groups: int) -> tuple[SampleReply, Agreement]:
         """Get a batch and insist that it comes from the version that the rollout reports.
@@ -323,7 +339,7 @@ class Trainer:
             PromiseBroken: version, labels or log-probabilities are not those of that version.
 
         """
-        sampled = self._rollout.sample(num_groups=num_groups, group_size=_GROUP_SIZE)
+        sampled = self._draw(num_groups, _GROUP_SIZE)
         expected = self.held.weight_version
         if sampled.version != expected:
             raise PromiseBroken(
@@ -346,3 +362,6 @@ class Trainer:
                 "it samples with stale or torn weights"
             )
         return sampled, agreement
+
+    def _draw(self, num_groups: int, group_size: int) -> SampleReply:
+        return self._rollout.sample(num_groups=num_groups, group_size=group_size)

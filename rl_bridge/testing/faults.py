@@ -10,7 +10,7 @@ import mmap
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -39,6 +39,7 @@ from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
 from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.layout import layout_of
 from rl_bridge.transports.files.objects import ObjectStore
+from rl_bridge.transports.files.store import FileContent, Lease, Marker, VersionStore
 from rl_bridge.transports.files.transport import FilesPublisher
 from rl_bridge.transports.registry import transport_class
 
@@ -186,6 +187,45 @@ def locate_in_files(
         return _mapped(folder / "lists.bin") + offset - table.leaves_offset
 
     return address
+
+
+def damage_stored(store: VersionStore, update_id: str) -> None:
+    """Flip the last byte of the largest file of a version over ``files``, where it is stored.
+
+    Raises:
+        VersionNotFound: it is not there.
+        SegmentError: it cannot be read.
+
+    """
+    assert isinstance(store, DirectoryStore | ObjectStore)
+    name = store.find(update_id)
+    sizes = store.files(name)
+    file = max(sizes, key=sizes.__getitem__)
+    content = bytearray(store.read_small(name, file))
+    content[-1] ^= 255
+    if isinstance(store, ObjectStore):
+        store.put(store.path(name, file), bytes(content))
+    else:
+        (store.root / name / file).write_bytes(content)
+
+
+def die_in_publication(end: PublisherEnd) -> None:
+    """Have this process die in its next publication over ``files``.
+
+    All files of the version are written by then but for its manifest, and the marker.
+    """
+    assert isinstance(end, FilesPublisher)
+    write = end.writer.write
+
+    def fatal(name: str, files: Iterable[FileContent], marker: Marker) -> Lease:
+        def begun() -> Iterator[FileContent]:
+            *most, _manifest = files
+            yield from most
+            die()
+
+        return write(name, begun(), marker)
+
+    vars(end.writer)["write"] = fatal
 
 
 _MAPPED: list[mmap.mmap] = []  # kept: an address into one must stay good

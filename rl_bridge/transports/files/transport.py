@@ -315,6 +315,7 @@ class FilesPublisher(PublisherEnd):
 
     Attributes:
         store: where the versions are.
+        writer: the right to write there.
         names: update -> name of its version, of those that were not released.
 
     """
@@ -340,7 +341,7 @@ class FilesPublisher(PublisherEnd):
         self._config_dir = config_dir
         self._file_nbytes, self._num_threads = file_nbytes, num_threads
         self._is_closed = False
-        self._writer = store.open_writer(rank, fenced=fenced)
+        self.writer = store.open_writer(rank, fenced=fenced)
         self._arena: Pin | None = None  # of the version that is being published
         self._headers: dict[str, bytes] = {}
         self.names: dict[str, str] = {}
@@ -377,7 +378,7 @@ class FilesPublisher(PublisherEnd):
         name, lease = self.names[update_id], self._leases[update_id]
         marker = lease.marker.model_copy(update=changed)
         try:
-            self._leases[update_id] = self._writer.seal_anew(name, lease, marker)
+            self._leases[update_id] = self.writer.seal_anew(name, lease, marker)
         except OSError as error:
             raise self._unwritable(name, error) from error
 
@@ -386,7 +387,7 @@ class FilesPublisher(PublisherEnd):
         name = self.names.get(update_id)
         if name is not None and group.parts[0].update_id == update_id:
             try:
-                self._writer.add(name, GROUP_MANIFEST, group.to_json().encode())
+                self.writer.add(name, GROUP_MANIFEST, group.to_json().encode())
             except OSError as error:
                 raise self._unwritable(name, error) from error
         self.seal_header(update_id, group.header_digest)
@@ -426,7 +427,7 @@ class FilesPublisher(PublisherEnd):
             world_size=manifest.weight_layout.world_size if is_part else 1,
         )
         try:
-            lease = self._writer.write(name, self._contents(manifest, layout, arena), marker)
+            lease = self.writer.write(name, self._contents(manifest, layout, arena), marker)
         except OSError as error:
             raise self._unwritable(name, error) from error
         self.names[update_id], self._leases[update_id] = name, lease
@@ -479,7 +480,7 @@ class FilesPublisher(PublisherEnd):
             _LOG.exception("older versions in %s were not removed", self.store)
 
     def _remove_old(self) -> None:
-        if self._writer.is_superseded():
+        if self.writer.is_superseded():
             return
         held = set(self.names.values())
         for one in surplus(
@@ -491,7 +492,7 @@ class FilesPublisher(PublisherEnd):
         ):
             if one.name not in held and self.store.remove(one.name):
                 self._joined.discard(one.marker.update_id)
-        self._writer.sweep()
+        self.writer.sweep()
 
     @property
     def _records(self) -> str:
@@ -520,7 +521,7 @@ class FilesPublisher(PublisherEnd):
             self._collect()
             self.store.remove_records(self._records)
         finally:
-            self._writer.close()
+            self.writer.close()
 
     def _unwritable(self, name: str, error: OSError) -> SegmentError:
         is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
