@@ -12,7 +12,7 @@ policy gradient with an entropy bonus.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,14 @@ class SampleBatch:
             group_size=group_size,
             labels=labels or {},
         )
+
+    def document(self) -> dict[str, Any]:
+        """What a trainer in another process learns from, as JSON values."""
+        return {
+            "tokens": self.tokens.tolist(),
+            "log_probs": self.log_probs.tolist(),
+            "group_size": self.group_size,
+        }
 
     @property
     def mean_reward(self) -> float:

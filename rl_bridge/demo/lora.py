@@ -199,12 +199,7 @@ class LoRARanks(TrainerRanks):
 
     def learn(self, batch: SampleBatch) -> float:
         """See `TrainerRanks`."""
-        entropy: float = self._ask(
-            "learn",
-            tokens=batch.tokens.tolist(),
-            log_probs=batch.log_probs.tolist(),
-            group_size=batch.group_size,
-        )
+        entropy: float = self._ask("learn", **batch.document())
         return entropy
 
     def close(self) -> None:

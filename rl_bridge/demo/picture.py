@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 _INK, _MUTED, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
 _BLUE, _SKY = "#0072b2", "#56b4e9"
-_OUTCOMES = {"refused": ("#d55e00", "X"), "undone": ("#a3528a", "D")}
+_OUTCOMES = {"refused": ("#d55e00", "X"), "undone": ("#a3528a", "D"), "lost": (_INK, "s")}
 _PHASES = {
     "copy, digest": _BLUE,
+    "write, sync": "#a3528a",
+    "find": "#f5c9a9",
     "messages": "#bdbdbd",
     "verify": _SKY,
     "prepare": "#f0e442",
@@ -51,10 +53,12 @@ def draw_picture(result: DemoResult, path: Path) -> None:
     found, to_engine = result.summary, f" to {result.engine_name}" if result.engine_name else ""
     with mpl.rc_context(_STYLE):
         # A figure of its own, without pyplot: no global state, and no display is asked for.
-        figure = Figure(figsize=(10.5, 9.4), dpi=150)
+        # (Only where processes come and go is there a panel of them, below the reward.)
+        lanes = [1.25] if result.events else []
+        figure = Figure(figsize=(10.5, 9.4 + len(lanes)), dpi=150)
         FigureCanvasAgg(figure)
-        heights = {"height_ratios": [3.0, 1.0, 1.5, 2.0], "hspace": 0.16}
-        panels = figure.subplots(4, 1, sharex=True, gridspec_kw=heights)
+        heights = {"height_ratios": [3.0, *lanes, 1.0, 1.5, 2.0], "hspace": 0.16}
+        rewards, *below = figure.subplots(4 + len(lanes), 1, sharex=True, gridspec_kw=heights)
         figure.subplots_adjust(left=0.085, right=0.825, top=0.895, bottom=0.06)
         trained = "LoRA learns to sort while it travels"
         if not result.lora:
@@ -66,21 +70,28 @@ def draw_picture(result: DemoResult, path: Path) -> None:
             0.932,
             f"{result.transport}, {_PROCESSES[result.num_processes]}: "
             f"{found['versions_installed']} versions installed and proved, {found['refused']} "
-            f"updates refused, {found['undone']} undone",
+            f"updates refused, {found['undone']} undone{_lost(found['lost'])}",
             color=_MUTED,
         )
-        _draw_reward(panels[0], result)
-        _draw_versions(panels[1], result)
-        _draw_agreement(panels[2], result)
-        _draw_cost(panels[3], result)
-        panels[3].set_xlabel("step")
-        panels[3].set_xlim(0.0, len(result.rows) + 1.0)
-        for axes in (panels[0], *panels[2:]):
+        _draw_reward(rewards, result)
+        if lanes:
+            _draw_processes(below.pop(0), result)
+        versions, agreement, cost = below
+        _draw_versions(versions, result)
+        _draw_agreement(agreement, result)
+        _draw_cost(cost, result)
+        cost.set_xlabel("step")
+        cost.set_xlim(0.0, len(result.rows) + 1.0)
+        for axes in (rewards, agreement, cost):
             axes.grid(axis="y")
             for fault in result.faults:
                 colour, _ = _OUTCOMES[fault.outcome]
                 axes.axvline(fault.step - 0.5, color=colour, linewidth=1.0, linestyle=(0, (4, 3)))
         figure.savefig(path)
+
+
+def _lost(count: int) -> str:
+    return f", {count} lost with its trainer" if count else ""
 
 
 def _label(axes: "Axes", text: str, at: tuple[float, float], colour: str, **style: Any) -> None:
@@ -104,6 +115,41 @@ def _draw_reward(axes: "Axes", result: DemoResult) -> None:
     _label(axes, f"{reward[0]:.2f} untrained", (steps[0], reward[0] - 0.04), _BLUE)
     axes.set_ylim(0.0, 1.04)
     axes.set_ylabel("share that is right")
+
+
+def _draw_processes(axes: "Axes", result: DemoResult) -> None:
+    """Draw who lived when: the trainer that was killed, the next one, and the engines."""
+    end = len(result.rows) + 0.5
+    began = [("trainer", "", 0.5, _BLUE), ("engine", "", 0.5, _SKY)]
+    for event in result.events:
+        if event.kind != "killed":
+            colour = _BLUE if event.who == "trainer" else _SKY
+            text = f"{event.kind}, from v{event.version}"
+            began.append((event.who, text, event.step - 0.5, colour))
+    killed = [event for event in result.events if event.kind == "killed"]
+    count: dict[str, int] = {}
+    for who, text, since, colour in sorted(began, key=lambda one: one[0] == "engine"):
+        count[who] = count.get(who, 0) + 1
+        height = -sum(count.values())
+        is_killed = who == "trainer" and count[who] <= len(killed)
+        until = killed[count[who] - 1].step - 0.5 if is_killed else end
+        axes.barh(height, until - since, left=since, height=0.76, color=colour)
+        inside: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+        label = f"{who} {count[who]}{f': {text}' if text else ''}"
+        ink = "white" if who == "trainer" else _INK
+        axes.annotate(label, (since, height), xytext=(5, -1), color=ink, **inside)
+        if is_killed:
+            axes.plot(until, height, marker="X", markersize=11, color=_INK, markeredgecolor="white")
+            said = f"killed while it published v{killed[count[who] - 1].version}"
+            axes.annotate(
+                said, (until, height), xytext=(9, -1), color=_INK, weight="bold", **inside
+            )
+    axes.set_ylim(-sum(count.values()) - 0.6, -0.4)
+    axes.set_yticks([])
+    axes.set_ylabel("processes")
+    axes.spines["left"].set_visible(False)
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(axis="x", length=0)
 
 
 def _draw_versions(axes: "Axes", result: DemoResult) -> None:

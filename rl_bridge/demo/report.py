@@ -141,6 +141,7 @@ def write_json(result: DemoResult, path: Path) -> None:
 _PHASES = {
     "copy, digest": ("gather", "slot", "stage_digest"),
     "write, sync": ("write",),
+    "find": ("find",),
     "messages": ("seal", "to_json"),
     "verify": ("attach", "verify"),
     "prepare": ("prepare",),

@@ -113,15 +113,7 @@ def run_demo(
         # Trainer and rollout take turns with matrices too small to share among threads.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        rollout: Rollout
-        trainer: Trainer
-        if is_stored:
-            rollout = stored = stack.enter_context(StoreRollout(config))
-            trainer = StoreTrainer(config, stored, num_steps=steps)
-        else:
-            rollout = stack.enter_context(Rollout(config))
-            trainer = Trainer(config, rollout, num_steps=steps)
-        stack.callback(trainer.close)
+        rollout, trainer = _started(config, stack, steps)
         name = rollout.wait_until_ready()
         _say(
             console,
@@ -226,6 +218,20 @@ def _checked(
     if found.status != "pass":
         raise TransportUnavailable(config.transport, found.cause, found.remedy)
     return config
+
+
+def _started(config: RolloutConfig, stack: ExitStack, steps: int) -> tuple[Rollout, Trainer]:
+    """Start both halves, at once; the stack ends them."""
+    rollout: Rollout
+    trainer: Trainer
+    if config.url:
+        rollout = engine = stack.enter_context(StoreRollout(config))
+        trainer = StoreTrainer(config, engine, num_steps=steps)
+    else:
+        rollout = stack.enter_context(Rollout(config))
+        trainer = Trainer(config, rollout, num_steps=steps)
+    stack.callback(trainer.close)
+    return rollout, trainer
 
 
 def _check_writable(out: Path) -> None:

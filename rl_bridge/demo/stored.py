@@ -12,10 +12,11 @@ trainer for a copy of each version, by a pipe and not by the bridge.
 import base64
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ FAULTS = (Fault.STALE, Fault.KILLED, Fault.CORRUPTED, Fault.HALF_WAY)
 """In this order: a new trainer goes on from the newest version, which must not be a damaged one."""
 
 _WATCH_S = 30.0
+_Answer = TypeVar("_Answer")
 
 
 def _open(url: str, worker: str) -> FilesTensorBridge:
@@ -190,12 +192,7 @@ class StoreRanks(TrainerRanks):
 
     def learn(self, batch: SampleBatch) -> float:
         """See `TrainerRanks`."""
-        entropy: float = self._child.call(
-            "learn",
-            tokens=batch.tokens.tolist(),
-            log_probs=batch.log_probs.tolist(),
-            group_size=batch.group_size,
-        )
+        entropy: float = self._child.call("learn", **batch.document())
         return entropy
 
     def kill_in_publication(self) -> str:
@@ -253,27 +250,28 @@ class StoreWorker(RolloutWorker):
             DeadlineExceeded: none becomes visible.
 
         """
+        start = time.perf_counter()
         manifest = self._bridge.versions()[-2] if is_stale else next(self._found, None)
+        found_ms = (time.perf_counter() - start) * 1e3
         if manifest is None:
             raise DeadlineExceeded(
                 f"no version became visible within {_WATCH_S:g} s behind "
                 f"{self._engine.active_weight_version}, which is active: see to the trainer"
             )
-        return self.install(manifest.to_json(), fail_half_way=fail_half_way)
+        reply = self.install(manifest.to_json(), fail_half_way=fail_half_way)
+        reply["timings_ms"] = {"find": found_ms, **reply["timings_ms"]}
+        return reply
 
     def close(self) -> None:
         """See `RolloutWorker`."""
         super().close()
-        self._found.close()
         self._bridge.close()
 
 
 class StoreRollout(Rollout):
     """The judge's view of an engine that finds versions by itself."""
 
-    def __init__(
-        self, config: RolloutConfig, worker_type: type[StoreWorker] = StoreWorker
-    ) -> None:
+    def __init__(self, config: RolloutConfig, worker_type: type[StoreWorker] = StoreWorker) -> None:
         """Start the engine."""
         super().__init__(config, worker_type)
 
@@ -312,9 +310,9 @@ class StoreTrainer(Trainer):
     ) -> tuple[dict[str, float], InstallReply]:
         """Have all engines look into the store; the manifest stays here."""
         is_stale = self._held is not None and manifest.weight_version < self._held.weight_version
-        first, *others = [
-            one.update(is_stale=is_stale, fail_half_way=fail_half_way) for one in self._engines
-        ]
+        first, *others = self._from_all(
+            lambda one: one.update(is_stale=is_stale, fail_half_way=fail_half_way)
+        )
         for reply in others:
             if _outcome(reply) != _outcome(first):
                 raise PromiseBroken(f"two engines, two outcomes: {first} and {reply}")
@@ -323,26 +321,24 @@ class StoreTrainer(Trainer):
     def _draw(self, num_groups: int, group_size: int) -> SampleReply:
         """Sample with all engines, each a share of the groups."""
         share = num_groups // len(self._engines)
-
-        def draw(engine: StoreRollout) -> SampleReply:
-            return engine.sample(num_groups=share, group_size=group_size)
-
-        with ThreadPoolExecutor(len(self._engines)) as pool:
-            found = list(pool.map(draw, self._engines))
+        found = self._from_all(lambda one: one.sample(num_groups=share, group_size=group_size))
         versions = {one.version for one in found}
         if len(versions) > 1:
             raise PromiseBroken(f"the engines report versions {versions}, expected the same one")
-        tokens, log_probs, rewards = (
+        tokens, log_probs = (
             torch.cat([getattr(one.batch, name) for one in found])
-            for name in ("tokens", "log_probs", "rewards")
+            for name in ("tokens", "log_probs")
         )
         return SampleReply(
-            batch=SampleBatch(
-                tokens=tokens, log_probs=log_probs, rewards=rewards, group_size=group_size
-            ),
+            batch=SampleBatch.graded(self._config.task, tokens, log_probs, group_size),
             version=found[0].version,
             sample_ms=max(one.sample_ms for one in found),
         )
+
+    def _from_all(self, ask: Callable[[StoreRollout], _Answer]) -> list[_Answer]:
+        """Ask all engines at once."""
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            return list(pool.map(ask, self._engines))
 
     def _plant(self, number: int, fault: Fault) -> tuple[FaultRow, HandOver | None]:
         """Plant a fault; `Fault.KILLED` costs the step its own update, as a lost one does."""
@@ -370,8 +366,13 @@ class StoreTrainer(Trainer):
         """Kill the trainer while it publishes; the store must show what it showed before."""
         pid, start = self._ranks.pid, time.perf_counter()
         message = self._ranks.kill_in_publication()
-        self._require_newest()
-        self._note(number, "killed", "trainer", pid, version, start)
+        if self._ranks.newest().update_id != self.held.update_id:
+            raise PromiseBroken(
+                f"the trainer was killed while it published, and version "
+                f"{self._ranks.newest().weight_version} became visible, expected "
+                f"{self.held.weight_version}"
+            )
+        self._note(number, "killed", who="trainer", pid=pid, version=version, start=start)
         self.sample(CHECK_GROUPS)  # engines serve on
         return message
 
@@ -389,13 +390,15 @@ class StoreTrainer(Trainer):
                 f"version {self.held.weight_version} is the newest one, the engine that joined "
                 f"installed {reply.active_version}: {reply.error}: {reply.message}"
             )
-        self._note(number, "joined", "engine", engine.pid, self.held.weight_version, start)
+        version = self.held.weight_version
+        self._note(number, "joined", who="engine", pid=engine.pid, version=version, start=start)
 
     def _resume(self, number: int) -> None:
         """Start a new trainer; it must have the weights of the newest version, and its number."""
         start = time.perf_counter()
-        self._version = self._ranks.resume()
-        self._note(number, "resumed", "trainer", self._ranks.pid, self._version, start)
+        self._version = version = self._ranks.resume()
+        pid = self._ranks.pid
+        self._note(number, "resumed", who="trainer", pid=pid, version=version, start=start)
         if self._version != self.held.weight_version:
             raise PromiseBroken(
                 f"version {self.held.weight_version} is the newest one, the trainer went on from "
@@ -404,16 +407,8 @@ class StoreTrainer(Trainer):
         if not self._shelf.holds(self._version, self._ranks.state()):
             raise PromiseBroken(f"the trainer went on with other weights than v{self._version}'s")
 
-    def _require_newest(self) -> None:
-        newest = self._ranks.newest()
-        if newest.update_id != self.held.update_id:
-            raise PromiseBroken(
-                f"the trainer was killed in its publication, and version {newest.weight_version} "
-                f"became visible; expected {self.held.weight_version}"
-            )
-
     def _note(
-        self, step: int, kind: EventKind, who: str, pid: int, version: int, start: float
+        self, step: int, kind: EventKind, *, who: str, pid: int, version: int, start: float
     ) -> None:
         seconds = time.perf_counter() - start
         self.events.append(
