@@ -28,8 +28,10 @@ from rl_bridge.demo.rollout import (
     RolloutConfig,
     RolloutWorker,
 )
+from rl_bridge.demo.stored import FAULTS, StoreWorker
 from rl_bridge.demo.trainer import (
     MIN_STEPS,
+    USUAL_FAULTS,
     Fault,
     PromiseBroken,
     Trainer,
@@ -38,7 +40,7 @@ from rl_bridge.demo.trainer import (
     logprob_tolerance,
     plan_faults,
 )
-from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError
+from rl_bridge.errors import DeadlineExceeded, EngineLost, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 SMALL = SortTask(num_digits=3, base=4)
@@ -89,9 +91,9 @@ def test_the_files_have_what_was_promised(local_run: tuple[DemoResult, str, Path
     assert data["versions_installed"] == MIN_STEPS - 2
     assert data["logprob_max_abs_diff"] <= TOLERANCE < data["logprob_min_diff_if_stale"]
     assert len(data["rows"]) == data["steps"] == MIN_STEPS
-    assert [fault["kind"] for fault in data["faults"]] == [fault.value for fault in Fault]
+    assert [fault["kind"] for fault in data["faults"]] == [fault.value for fault in USUAL_FAULTS]
     assert data["seconds"] == result.seconds > 0
-    assert "engine_name" not in data
+    assert not data.keys() & {"engine_name", "events", "lost", "url"}
     png = (out / "demo.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) > 20_000
@@ -110,13 +112,78 @@ def test_the_screen_names_steps_faults_and_files(local_run: tuple[DemoResult, st
         assert f"update {row.update_ms:.1f} ms" in line
 
 
-@pytest.mark.full
-def test_the_policy_learns_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The smallest task that is learned in so few steps; the demo's own takes twice as many.
+@pytest.fixture
+def is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest task that is learned in 18 steps; the demo's own takes twice as many."""
     monkeypatch.setattr("rl_bridge.demo.run.RolloutConfig", partial(RolloutConfig, task=SMALL))
-    result, _ = run("local-clone", tmp_path, steps=18)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("is_small")
+@pytest.mark.parametrize("transport", ["local-clone", "files"])
+def test_the_policy_learns_to_sort(transport: str, tmp_path: Path) -> None:
+    result, _ = run(transport, tmp_path, steps=18)
     assert result.rows[0].reward < 0.3
     assert result.rows[-1].reward > 0.8
+
+
+# ---- a store between trainer and engines --------------------------------------------------------
+
+
+@pytest.mark.usefixtures("is_small")
+def test_over_files_training_goes_on_when_its_trainer_is_killed_and_an_engine_joins(
+    tmp_path: Path,
+) -> None:
+    result, screen = run("files", tmp_path, steps=8)
+    assert multiprocessing.active_children() == []
+    data = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
+    assert (data["refused"], data["undone"], data["lost"], data["num_processes"]) == (2, 1, 1, 4)
+    assert data["logprob_max_abs_diff"] <= TOLERANCE < data["logprob_min_diff_if_stale"] / 100
+    assert data["reward_last"] > data["reward_first"] + 0.1
+
+    killed, joined, resumed = data["events"]
+    assert [one["kind"] for one in data["events"]] == ["killed", "joined", "resumed"]
+    step = killed["step"]
+    before = data["rows"][step - 2]["version"]
+    assert (killed["version"], joined["version"], resumed["version"]) == (
+        before + 1,
+        before,
+        before,
+    )
+    assert len({killed["pid"], joined["pid"], resumed["pid"], os.getpid()}) == 4
+
+    stale, lost, corrupted, half_way = data["faults"]
+    assert [one["kind"] for one in data["faults"]] == [fault.value for fault in FAULTS]
+    assert [stale["error"], corrupted["error"]] == ["StaleUpdate", "ChecksumMismatch"]
+    assert half_way["outcome"] == "undone"
+    assert "model.safetensors, and no marker" in lost["message"]
+    # The step samples with the version before, and the new trainer gives the lost number anew.
+    updates = [row["update"] for row in data["rows"]]
+    assert updates[step - 1] == "lost"
+    assert [row["version"] for row in data["rows"]][step - 1 :] == [
+        before,
+        before,
+        before,
+        before + 3,
+    ]
+
+    for word in ("LOST", "KILLED", "JOINED", "RESUMED", "REFUSED", "UNDONE", data["url"]):
+        assert word in screen
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(WeightBridgeUnavailableError, match="of another run"):
+        run_demo(
+            url=data["url"], steps=MIN_STEPS, out=tmp_path, console=Console(file=io.StringIO())
+        )
+    assert result.url == data["url"]
+
+
+def test_an_engine_of_a_store_that_shows_nothing_new_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_bridge.demo.stored._WATCH_S", 0.1)
+    worker = StoreWorker(replace(LOCAL, transport="files", url=str(tmp_path / "run")))
+    with closing(worker), pytest.raises(DeadlineExceeded, match="see to the trainer"):
+        worker.update(is_stale=False, fail_half_way=False)
 
 
 # ---- what cannot run ----------------------------------------------------------------------------
@@ -128,6 +195,9 @@ def test_the_policy_learns_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"steps": MIN_STEPS - 1}, ValueError, "too few"),
         ({"engine": "abacus"}, ValueError, "no engine 'abacus'"),
         ({"transport": "pigeon"}, WeightBridgeUnavailableError, "pigeon"),
+        ({"transport": "files", "engine": "vllm"}, WeightBridgeUnavailableError, "--engine module"),
+        ({"transport": "local", "url": "run"}, WeightBridgeUnavailableError, "--transport files"),
+        ({"url": "run", "engine": "vllm", "lora": True}, WeightBridgeUnavailableError, "nixl"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_starts(
@@ -294,10 +364,13 @@ def test_a_healthy_update_that_is_refused_stops_the_run() -> None:
 # ---- planted faults -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("faults", [USUAL_FAULTS, FAULTS], ids=["usual", "store"])
 @pytest.mark.parametrize("steps", [MIN_STEPS, 7, 10, 80, 501])
-def test_each_fault_is_planted_once_with_two_versions_before_it(steps: int) -> None:
-    planned = plan_faults(steps)
-    assert sorted(planned.values()) == sorted(Fault)
+def test_each_fault_is_planted_once_with_two_versions_before_it(
+    steps: int, faults: tuple[Fault, ...]
+) -> None:
+    planned = plan_faults(steps, faults)
+    assert sorted(planned.values()) == sorted(faults)
     assert min(planned) > 2
     assert max(planned) <= steps
 

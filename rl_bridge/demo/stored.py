@@ -117,15 +117,7 @@ class StoreRank:
 class StoreRanks(TrainerRanks):
     """The judge's view of the trainer's process, and of the store that it writes to."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        url: str,
-        seed: int,
-        num_steps: int,
-        rank_type: type[StoreRank] = StoreRank,
-    ) -> None:
+    def __init__(self, policy: Policy, *, url: str, seed: int, num_steps: int) -> None:
         """Start the process.
 
         Raises:
@@ -135,7 +127,6 @@ class StoreRanks(TrainerRanks):
         self._policy, self._files = policy, Files(url=url)
         task = {"num_digits": policy.task.num_digits, "base": policy.task.base}
         self._options = {"url": url, "task": task, "seed": seed, "num_steps": num_steps}
-        self._rank_type = rank_type
         self._child = self._started()
         found = self._child.call("version")
         if found:
@@ -146,7 +137,7 @@ class StoreRanks(TrainerRanks):
             )
 
     def _started(self) -> Child:
-        child = Child(self._rank_type, **self._options)
+        child = Child(StoreRank, **self._options)
         try:
             return child.ready()
         except BaseException:
@@ -271,9 +262,9 @@ class StoreWorker(RolloutWorker):
 class StoreRollout(Rollout):
     """The judge's view of an engine that finds versions by itself."""
 
-    def __init__(self, config: RolloutConfig, worker_type: type[StoreWorker] = StoreWorker) -> None:
+    def __init__(self, config: RolloutConfig) -> None:
         """Start the engine."""
-        super().__init__(config, worker_type)
+        super().__init__(config, StoreWorker)
 
     def update(self, *, is_stale: bool = False, fail_half_way: bool = False) -> InstallReply:
         """Have it look into the store."""

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rl_bridge.demo import run_demo
 from rl_bridge.demo.rollout import Engine
-from rl_bridge.demo.trainer import MIN_STEPS, Fault, logprob_tolerance
+from rl_bridge.demo.trainer import MIN_STEPS, USUAL_FAULTS, Fault, logprob_tolerance
 
 
 def run_shortly(
@@ -49,7 +49,7 @@ def run_shortly(
     # 64 prompts with 8 answers each step, and 8 prompts behind each of the three faults.
     assert found["labels_checked"] == steps * 512 + 3 * 64
     faults = {fault["kind"]: fault for fault in found["faults"]}
-    assert list(faults) == [fault.value for fault in Fault]
+    assert list(faults) == [fault.value for fault in USUAL_FAULTS]
     assert faults[Fault.CORRUPTED]["error"] == "ChecksumMismatch"
     assert faults[Fault.STALE]["error"] == "StaleUpdate"
     assert faults[Fault.HALF_WAY]["outcome"] == "undone"

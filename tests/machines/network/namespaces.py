@@ -1,4 +1,4 @@
-"""Two network namespaces on this machine, joined by one cable that can be pulled.
+"""Network namespaces on this machine: two, joined by one cable that can be pulled, or three.
 
 Processes in them reach each other over that cable only, so what its counters say has crossed it.
 They see the same processes and files: UCX would read another's memory directly unless it is told
@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Machine", "Traffic", "enter", "machines", "why_not"]
+__all__ = ["Machine", "Traffic", "enter", "machines", "three_machines", "why_not"]
 
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWNS = 0x00020000
@@ -25,8 +25,8 @@ _MS_REC = 1 << 14
 _MS_SLAVE = 1 << 19
 _MNT_DETACH = 2
 _COMMAND_S = 20.0
-_NAME = re.compile(r"rlb-([0-9a-f]+)-[ab]")
-_NETWORK = "10.77.31"
+_NAME = re.compile(r"rlb-([0-9a-f]+)-[abc]")
+_NETWORK, _FAR_NETWORK = "10.77.31", "10.77.32"
 
 
 class Traffic(NamedTuple):
@@ -38,7 +38,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """One of the two.
+    """One of them.
 
     Attributes:
         namespace: its name, for `enter`.
@@ -101,7 +101,7 @@ def why_not() -> str:
 def machines() -> Iterator[tuple[Machine, Machine]]:
     """Make the two, joined; they are gone in the end, whatever happens."""
     _sweep()
-    key = f"{os.getpid():x}"
+    key = _key()
     left, right = (
         Machine(f"rlb-{key}-{side}", f"rlb{key}{side}", f"{_NETWORK}.{number}")
         for number, side in enumerate("ab", 1)
@@ -111,14 +111,37 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
             _ip("netns", "add", machine.namespace)
             # Its end of the cable goes with it, and with that the other end.
             stack.callback(_ip, "netns", "del", machine.namespace)
-        _ip("-n", left.namespace, "link", "add", left.interface, "type", "veth", "peer", "name",
-            right.interface, "netns", right.namespace)  # fmt: skip  # one command
-        for machine in (left, right):
-            _ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev",
-                machine.interface)  # fmt: skip
-            _ip("-n", machine.namespace, "link", "set", "lo", "up")
-            machine.plug(is_in=True)
+        _join(left, right)
         yield left, right
+
+
+@contextmanager
+def three_machines() -> Iterator[tuple[Machine, Machine, Machine]]:
+    """Make three: the first one reaches the others, which reach nobody but the first."""
+    with machines() as (middle, left), ExitStack() as stack:
+        end = Machine(middle.namespace, f"rlb{_key()}d", f"{_FAR_NETWORK}.1")
+        right = Machine(f"rlb-{_key()}-c", f"rlb{_key()}c", f"{_FAR_NETWORK}.2")
+        _ip("netns", "add", right.namespace)
+        stack.callback(_ip, "netns", "del", right.namespace)
+        _join(end, right)
+        # The middle answers by one address on both cables.
+        _ip("-n", right.namespace, "route", "add", middle.address, "dev", right.interface)
+        yield middle, left, right
+
+
+def _key() -> str:
+    return f"{os.getpid():x}"
+
+
+def _join(left: Machine, right: Machine) -> None:
+    """Lay the cable between two of them, and plug it in."""
+    _ip("-n", left.namespace, "link", "add", left.interface, "type", "veth", "peer", "name",
+        right.interface, "netns", right.namespace)  # fmt: skip  # one command
+    for machine in (left, right):
+        _ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev",
+            machine.interface)  # fmt: skip
+        _ip("-n", machine.namespace, "link", "set", "lo", "up")
+        machine.plug(is_in=True)
 
 
 def _sweep() -> None:
