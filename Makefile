@@ -78,7 +78,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 
 # Real engines need their own environments; the demo's picture is drawn there as well. SGLang on the
 # CPU also needs what stands in for two packages that are made for CUDA.
-demo: $(if $(filter vllm vllm-http,$(ENGINE)),$(STAMP_VLLM),$(if $(filter sglang,$(ENGINE)),$(STAMP_SGLANG),$(STAMP))) ## Train a small model over the bridge (STEPS= SEED= TRANSPORT= ENGINE= LORA= OUT= ARGS=)
+demo: $(if $(filter vllm vllm-http,$(ENGINE)),$(STAMP_VLLM),$(if $(filter sglang,$(ENGINE)),$(STAMP_SGLANG),$(STAMP))) ## Train a small model over the bridge; TRANSPORT=files: and kill its trainer (STEPS= SEED= TRANSPORT= ENGINE= LORA= OUT= ARGS=)
 	$(if $(filter sglang,$(ENGINE)),PYTHONPATH="$(CURDIR)/tests/sglang/stand_ins:$$PYTHONPATH" )$(if $(filter vllm vllm-http,$(ENGINE)),$(BIN_VLLM),$(if $(filter sglang,$(ENGINE)),$(BIN_SGLANG),$(BIN)))/python -m rl_bridge demo \
 	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(LORA),--lora) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(ARGS)
@@ -151,7 +151,7 @@ $(STAMP_MACHINES): requirements/machines-cpu.lock.txt pyproject.toml setup.py $(
 	$(HERE) $(BIN_MACHINES)/python -m pip install --no-deps -e .
 	@touch $@
 
-test-machines: $(STAMP_MACHINES) ## Run the tests with real NIXL and Ray, some in network namespaces (4 to 6 minutes)
+test-machines: $(STAMP_MACHINES) ## Run the tests with real NIXL and Ray, some in network namespaces, one with S3 (4 to 7 minutes)
 	$(TEST_ENV) $(BIN_MACHINES)/python -m pytest tests/machines -p no:cacheprovider $(ARGS)
 
 lint: $(STAMP) ## Check style and format (ruff)
