@@ -28,7 +28,7 @@ from rl_bridge.demo.rollout import (
     RolloutConfig,
     RolloutWorker,
 )
-from rl_bridge.demo.stored import FAULTS, StoreWorker
+from rl_bridge.demo.stored import FAULTS, StoreRank, StoreRollout, StoreTrainer, StoreWorker
 from rl_bridge.demo.trainer import (
     MIN_STEPS,
     USUAL_FAULTS,
@@ -175,6 +175,82 @@ def test_over_files_training_goes_on_when_its_trainer_is_killed_and_an_engine_jo
             url=data["url"], steps=MIN_STEPS, out=tmp_path, console=Console(file=io.StringIO())
         )
     assert result.url == data["url"]
+
+
+class ImmortalRank(StoreRank):
+    """A trainer that survives."""
+
+    def die_in_publication(self) -> None:
+        pass
+
+
+class ForgetfulRank(StoreRank):
+    """A trainer that goes on from the newest version's number, and with other weights."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.version():
+            with torch.no_grad():
+                self._policy.tokens.weight[0, 0] += 1e-7
+
+
+class LateRank(StoreRank):
+    """A trainer that goes on from the version that the one before did not finish."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._version += bool(self._version)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (ImmortalRank, "was to be killed in its publication, and published"),
+        (ForgetfulRank, "went on with other weights than v2's"),
+        (LateRank, "the trainer went on from 3"),
+    ],
+)
+def test_a_trainer_that_is_not_killed_or_not_resumed_as_it_says_is_found_out(
+    kind: type[StoreRank], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_bridge.demo.stored.StoreRank", kind)
+    config = replace(LOCAL, transport="files", url=str(tmp_path / "run"))
+    with StoreRollout(config) as engine, closing(StoreTrainer(config, engine, num_steps=9)) as made:
+        made.step(1, None)
+        made.step(2, None)
+        with pytest.raises(PromiseBroken, match=words):
+            made.step(3, Fault.KILLED)
+
+
+class StubbornWorker(StoreWorker):
+    """An engine whose installs fail once version 2 is active."""
+
+    def update(self, *, is_stale: bool, fail_half_way: bool) -> dict[str, Any]:
+        fails = self._active_version() == 2 or fail_half_way
+        return super().update(is_stale=is_stale, fail_half_way=fails)
+
+
+def test_engines_that_do_not_agree_on_an_update_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(LOCAL, transport="files", url=str(tmp_path / "run"))
+    with StoreRollout(config) as engine, closing(StoreTrainer(config, engine, num_steps=9)) as made:
+        made.step(1, None)
+        made.step(2, None)
+        monkeypatch.setattr("rl_bridge.demo.stored.StoreWorker", StubbornWorker)
+        made.step(3, Fault.KILLED)
+        with pytest.raises(PromiseBroken, match="two engines, two outcomes"):
+            made.step(4, None)
+
+
+def test_a_place_that_is_no_store_is_refused_with_the_trainers_reason(tmp_path: Path) -> None:
+    with pytest.raises(WeightBridgeUnavailableError, match=r"did not start.*in one that exists"):
+        run_demo(
+            url=str(tmp_path / "not" / "there"),
+            steps=MIN_STEPS,
+            out=tmp_path,
+            console=Console(file=io.StringIO()),
+        )
 
 
 def test_an_engine_of_a_store_that_shows_nothing_new_says_so(

@@ -39,7 +39,7 @@ from rl_bridge.demo.trainer import CHECK_GROUPS, Fault, HandOver, PromiseBroken,
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import damage_stored, die_in_publication
-from rl_bridge.testing.processes import Child, ChildDied
+from rl_bridge.testing.processes import Child, ChildDied, ChildError
 from rl_bridge.transports.files.transport import Files
 
 FAULTS = (Fault.STALE, Fault.KILLED, Fault.CORRUPTED, Fault.HALF_WAY)
@@ -63,6 +63,8 @@ class StoreRank:
 
     def __init__(self, *, url: str, task: dict[str, int], seed: int, num_steps: int) -> None:
         """Go on from the newest version, or begin with random weights if there is none."""
+        # Ctrl-C reaches the whole group: the judge decides, and ends this process.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._task = SortTask(**task)
         self._policy = build_model(self._task, seed)
         self._bridge = _open(url, "trainer")
@@ -138,11 +140,15 @@ class StoreRanks(TrainerRanks):
 
     def _started(self) -> Child:
         child = Child(StoreRank, **self._options)
-        try:
-            return child.ready()
-        except BaseException:
-            with child:
-                raise
+        with ExitStack() as stack:
+            stack.enter_context(child)
+            try:
+                child.ready()
+            except ChildError as error:
+                msg = f"the trainer did not start: {error.message}"
+                raise WeightBridgeUnavailableError(msg) from error
+            stack.pop_all()
+        return child
 
     @property
     def pid(self) -> int:
