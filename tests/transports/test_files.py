@@ -4,10 +4,12 @@ import errno
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +26,7 @@ from rl_bridge.errors import (
     SegmentError,
     VersionNotFound,
     WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
 )
 from rl_bridge.groups import Piece, Placement
 from rl_bridge.installers import ModuleInstallAdapter
@@ -38,6 +41,7 @@ from rl_bridge.transports.files.transport import Files, FilesPublisher
 from rl_bridge.transports.files.watching import tells_of_changes
 from tests.groups.meshes import Shards
 from tests.groups.rig import trainers
+from tests.transports.slow_view import SlowView
 
 
 class TestFiles(TransportSuite):
@@ -529,6 +533,48 @@ def test_a_version_that_was_not_visible_in_time_can_be_imported_when_it_is(
             reader.import_update(manifest)
         hidden.rename(folder)
         assert_holds(reader.import_update(manifest), 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_engine_that_sees_changes_late_and_in_any_order_reads_whole_versions_or_none(
+    trainer: FilesTensorBridge, run: Path, seed: int
+) -> None:
+    view = SlowView(run, run.with_name("seen"), seed)
+    draw, outcomes = random.Random(seed), Counter[str]()
+    with files(view.root, timeout_s=0.001, fetch_once=False) as reader:
+        for version in range(1, 9):
+            manifest = publish(trainer, version)
+            view.catch_up(draw.randrange(12))
+            for one in (manifest, reader.newest() or manifest):
+                try:
+                    found = reader.import_update(one)
+                except (SegmentError, WeightUpdateRejectedError) as error:
+                    outcomes[type(error).__name__] += 1
+                else:
+                    assert_holds(found, one.weight_version)
+                    outcomes["whole"] += 1
+                    reader.release_imported(one)
+            trainer.release(manifest)
+    view.catch_up()
+    with files(view.root) as later:
+        newest = later.newest()
+        assert newest is not None
+        assert newest.weight_version == 8
+        assert_holds(later.import_update(newest), 8)
+    assert len(outcomes) > 1, outcomes
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_version_of_which_changes_are_still_to_be_seen_is_waited_for(
+    trainer: FilesTensorBridge, run: Path, seed: int
+) -> None:
+    view = SlowView(run, run.with_name("seen"), seed)
+    manifest = publish(trainer, 1)
+    with files(view.root, timeout_s=60.0) as reader, ThreadPoolExecutor(1) as pool:
+        importing = pool.submit(reader.import_update, manifest)
+        while not importing.done():
+            view.catch_up(1)
+        assert_holds(importing.result(), 1)
 
 
 # ---- versions of several ranks -------------------------------------------------------------------

@@ -28,7 +28,6 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 from rl_bridge.errors import (
     MalformedManifest,
     SegmentError,
-    VersionNotFound,
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
@@ -232,8 +231,8 @@ class Files(Transport):
                     self._read = known, manifest
             except WeightBridgeUnavailableError:
                 raise  # nothing is wrong with the version: an older one is not the newest
-            except (WeightBridgeError, ValueError):
-                _LOG.warning("%s in %s is left out", version.name, self.store, exc_info=True)
+            except (WeightBridgeError, ValueError) as error:
+                _LOG.warning("%s in %s is left out: %s", version.name, self.store, error)
                 continue
             yield version.marker.sequence, manifest
 
@@ -592,12 +591,15 @@ class FilesConsumer(ConsumerEnd):
             return super().attach_parts(parts)
 
     def _as_visible(self, look: Callable[[], _Found]) -> _Found:
-        """Look until it succeeds: a file system may show a version, or its files, a bit later."""
+        """Look until it succeeds: a file system may show a version, or its files, a bit later.
+
+        A file may also show its first bytes alone, so one of another size is looked at again.
+        """
         until, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
         while True:
             try:
                 return look()
-            except VersionNotFound:
+            except SegmentError:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise
