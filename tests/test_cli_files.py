@@ -108,6 +108,10 @@ def test_ls_says_what_is_damaged(store: Path) -> None:
     (folder_of(store, 1) / "manifest.json").write_text("{}")
     assert "damaged: " in call("files", "ls", store).out
     assert "error" in call("files", "ls", store, "--json").json["versions"][0]
+    folder = folder_of(store, 1)
+    (folder / "STABLE").write_text("{}")
+    assert f"{folder.name}: its marker is damaged" in call("files", "ls", store).out
+    assert call("files", "ls", store, "--json").json["damaged_markers"] == [folder.name]
 
 
 @pytest.mark.parametrize("by", ["number", "update"])

@@ -181,6 +181,7 @@ def ls(url: Url, as_json: AsJson = False) -> None:
         store = _store_of(url)
         versions = _versions(store)
         read = [(one, *_read_manifest(store, one)) for one in versions]
+        damaged = store.damaged()
     if as_json:
         said: list[JSONValue] = []
         for one, manifest, problem in read:
@@ -195,9 +196,11 @@ def ls(url: Url, as_json: AsJson = False) -> None:
                     "tensor_count": manifest.tensor_count,
                 }
             said.append(document)
-        say_json({"url": str(store), "versions": said})
+        say_json({"url": str(store), "versions": said, "damaged_markers": list(damaged)})
         return
     out = screen()
+    for name in damaged:
+        out.print(f"{plain(name)}: its marker is damaged, so it is no version.", markup=False)
     if not read:
         out.print(f"No version in {plain(str(store))}.", markup=False)
         return

@@ -32,6 +32,7 @@ from rl_bridge.groups import Piece, Placement
 from rl_bridge.installers import ModuleInstallAdapter
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.memory import segment
 from rl_bridge.testing import TransportSuite
 from rl_bridge.testing.faults import Locate, locate_in_files
 from rl_bridge.testing.processes import Child, ChildDied
@@ -308,6 +309,24 @@ def test_a_second_trainer_is_refused_while_the_first_one_lives(run: Path) -> Non
     assert versions_in(run) == [1, 2]
 
 
+def test_a_trainer_that_wants_to_be_alone_is_refused_where_several_publish_and_the_reverse(
+    run: Path,
+) -> None:
+    with files(run, fenced=False) as first, files(run, fenced=False) as second:
+        publish(first, 1)
+        publish(second, 2)
+        with files(run) as alone, pytest.raises(WeightBridgeUnavailableError, match="expected one"):
+            publish(alone, 3)
+    with files(run) as alone:
+        publish(alone, 3)
+        with (
+            files(run, fenced=False) as one,
+            pytest.raises(WeightBridgeUnavailableError, match="fenced=False"),
+        ):
+            publish(one, 4)
+    assert versions_in(run)[-1] == 3
+
+
 def test_a_child_that_a_trainer_forked_does_not_keep_the_next_trainer_out(run: Path) -> None:
     here, there = os.pipe()
     with files(run) as trainer:
@@ -485,12 +504,12 @@ def test_a_version_that_cannot_be_leased_is_not_left_visible(
 ) -> None:
     publish(trainer, 1)
 
-    def refused(*_: object) -> None:
-        raise WeightBridgeUnavailableError("planted: no locks. Name another directory.")
+    def refused(*_: object, **__: object) -> bool:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     with monkeypatch.context() as patched:
-        patched.setattr(DirectoryStore, "lease", refused)
-        with pytest.raises(WeightBridgeUnavailableError, match="planted"):
+        patched.setattr(segment, "try_shared", refused)
+        with pytest.raises(WeightBridgeUnavailableError, match="No locks available"):
             publish(trainer, 2)
     assert versions_in(run) == [1]
     publish(trainer, 3)

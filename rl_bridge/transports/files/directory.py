@@ -14,7 +14,7 @@
 A version's files are written and synced, then its directory, then the marker, then the directory
 once more; that holds after a crash of the machine, too. A reader holds a shared lock of the marker,
 the collector takes an exclusive one before it removes anything. A publisher holds an exclusive lock
-of ``.writer-RANK``. (Locks of `fcntl`, which NFS has as well.)
+of ``.writer-RANK``, several of one rank a shared one. (Locks of `fcntl`, which NFS has as well.)
 """
 
 import errno
@@ -84,6 +84,14 @@ class DirectoryStore(VersionStore):
                 found.append(StoredVersion(name, marker))
         return sorted(found, key=lambda one: one.marker.sequence)
 
+    def damaged(self) -> list[str]:
+        """See `VersionStore.damaged`."""
+        return sorted(
+            name
+            for name in self._names()
+            if not _is_unmarked(self.root / name) and _read_marker(self.root / name) is None
+        )
+
     def find(self, update_id: str) -> str:
         """See `VersionStore.find`."""
         for name in self._names():
@@ -99,7 +107,7 @@ class DirectoryStore(VersionStore):
 
     def lease(self, name: str) -> Lease:
         """See `VersionStore.lease`."""
-        return _MarkerLock(self.root / name)
+        return _MarkerLock(self.root / name / MARKER)
 
     def files(self, name: str) -> dict[str, int]:
         """See `VersionStore.files`."""
@@ -204,14 +212,14 @@ class DirectoryStore(VersionStore):
 
     @contextmanager
     def without_publisher(self, rank: int) -> Iterator[bool]:
-        """See `VersionStore.without_publisher`: one that is fenced holds a lock, others do not."""
+        """See `VersionStore.without_publisher`: each one that lives holds a lock."""
         held = Holding(self)
         path = self.root / f".writer-{rank}"
         try:
             try:
                 fd = held.open(os.open, path, os.O_RDWR | os.O_CLOEXEC)
                 is_free = leases.try_exclusive(fd)
-            except FileNotFoundError:  # no fenced one ever published
+            except FileNotFoundError:  # none ever published
                 yield False
                 return
             except OSError as error:
@@ -293,12 +301,11 @@ class _Writer(VersionWriter):
     def __init__(self, store: DirectoryStore, rank: int, *, fenced: bool) -> None:
         self._store, self._rank, self._is_fenced = store, rank, fenced
         self._held = Holding(self)
-        if not fenced:
-            return
         path = store.root / f".writer-{rank}"
+        lock = leases.try_exclusive if fenced else leases.try_shared
         try:
             fd = self._held.open(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            is_free = leases.try_exclusive(fd)
+            is_free = lock(fd)
         except OSError as error:
             self._held.dispose()
             raise _unusable(store.root, error) from error
@@ -306,7 +313,8 @@ class _Writer(VersionWriter):
             self._held.dispose()
             msg = (
                 f"{store} has a publisher of rank {rank} already, expected one. Close that bridge, "
-                "or end the trainer that comes back, or give this one a directory of its own."
+                "or end the trainer that comes back, or give this one a directory of its own; or "
+                "open all of them with fenced=False."
             )
             raise WeightBridgeUnavailableError(msg)
 
@@ -322,8 +330,7 @@ class _Writer(VersionWriter):
             sync_folder(root)
             ranks = [one for one in self._store.visible() if one.marker.rank == self._rank]
             sequence = ranks[-1].marker.sequence + 1 if ranks else 1
-            _write_marker(folder, marker.model_copy(update={"sequence": sequence}))
-            return self._store.lease(name)
+            return _mark(folder, marker.model_copy(update={"sequence": sequence}))
         except BaseException:
             shutil.rmtree(made, ignore_errors=True)
             self._store.remove(name)
@@ -333,9 +340,9 @@ class _Writer(VersionWriter):
         _replace_durably(self._store.root / name, file, content)
 
     def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
-        _write_marker(self._store.root / name, marker)
+        sealed = _mark(self._store.root / name, marker)
         lease.close()
-        return self._store.lease(name)
+        return sealed
 
     def sweep(self) -> None:
         if not self._is_fenced:
@@ -393,19 +400,35 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _write_marker(folder: Path, marker: Marker) -> None:
-    """Make a version visible: all of it must be on disk. A marker that is there is replaced."""
-    _replace_durably(folder, MARKER, marker.model_dump_json().encode())
+def _mark(folder: Path, marker: Marker) -> Lease:
+    """Make a version visible: all of it must be on disk. A marker that is there is replaced.
+
+    It is leased before anybody sees it: no collector comes in between.
+    """
+    beside = _write_beside(folder, MARKER, marker.model_dump_json().encode())
+    lease = _MarkerLock(beside)
+    try:
+        beside.rename(folder / MARKER)
+        sync_folder(folder)
+    except BaseException:
+        lease.close()
+        raise
+    return lease
 
 
 def _replace_durably(folder: Path, name: str, content: bytes) -> None:
     """Write a file in one step: whoever looks sees all of it, or what was there before."""
+    _write_beside(folder, name, content).rename(folder / name)
+    sync_folder(folder)
+
+
+def _write_beside(folder: Path, name: str, content: bytes) -> Path:
+    """Write a file under a hidden name, durably, to be renamed."""
     beside = folder / f".{name}"
     with suppress(FileNotFoundError):
         beside.unlink()
     write_durably(beside, [content])
-    beside.rename(folder / name)
-    sync_folder(folder)
+    return beside
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -414,8 +437,8 @@ def _replace_durably(folder: Path, name: str, content: bytes) -> None:
 class _MarkerLock(Lease):
     """A shared lock of a marker."""
 
-    def __init__(self, folder: Path) -> None:
-        path = folder / MARKER
+    def __init__(self, path: Path) -> None:
+        folder = path.parent
         self._held = Holding(self)
         try:
             fd = self._held.open(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -223,6 +223,12 @@ class ObjectStore(VersionStore):
             StoredVersion(_name(one), one) for one in self.entries() if one.update_id != _NO_UPDATE
         ]
 
+    def damaged(self) -> list[str]:
+        """See `VersionStore.damaged`: a marker's own name, as it does not say its version's."""
+        return [
+            f"{MARKER}/{name}" for name, text in self.contents(MARKER).items() if _is_none(text)
+        ]
+
     def find(self, update_id: str) -> str:
         """See `VersionStore.find`."""
         for version in self.visible():
@@ -703,6 +709,15 @@ class _ObjectRecord(RecordFile):
         self._is_closed = True
         with contextlib.suppress(WeightBridgeUnavailableError, OSError):  # reports are best effort
             self._write()
+
+
+def _is_none(text: bytes) -> bool:
+    """Whether a text is no marker."""
+    try:
+        Marker.model_validate_json(text)
+    except ValidationError:
+        return True
+    return False
 
 
 class _ObjectWriter(VersionWriter):

@@ -227,6 +227,15 @@ class VersionStore(ABC):
         """
 
     @abstractmethod
+    def damaged(self) -> list[str]:
+        """Names of what has a marker that is none, so that nobody can say which version it is.
+
+        Raises:
+            WeightBridgeUnavailableError: the store cannot be read.
+
+        """
+
+    @abstractmethod
     def find(self, update_id: str) -> str:
         """Name of an update's version, whatever its manifest says of its number.
 
