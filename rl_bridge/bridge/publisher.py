@@ -36,6 +36,7 @@ from rl_bridge.transports.base import PublisherEnd, Transport
 _LOG = logging.getLogger(__name__)
 _REMEMBERED = 32
 _MOST_BITS = 63
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,8 @@ class Publisher:
         self.suspicious = suspicious
         self._observer = observer
         self._lock = threading.RLock()  # reentrant: an observer may call this publisher
+        self._turns = threading.Condition(self._lock)
+        self._is_pausing = False  # in the middle of a publication
         self._pid = os.getpid()
         self._reader = SourceReader()
         self._plan: PackPlan | None = None
@@ -158,7 +161,7 @@ class Publisher:
         """
         weight_version = checked_version(weight_version)
         require_supported(metadata)
-        with self._turn():
+        with self._publication(weight_version, is_part=is_part):
             start = time.perf_counter()
             given = self._reader.read(
                 source, trainable, adapter=adapter, merged=merged, base_root=base_root
@@ -171,8 +174,6 @@ class Publisher:
             metadata = freeze(metadata or {})
             if given.spec is not None:
                 metadata = freeze(self._adapter_metadata(given.spec, metadata, plan.table))
-            if self.last_version is not None and weight_version <= self.last_version:
-                raise not_above(weight_version, self.last_version, self.publisher_id)
             update_id = uuid.uuid4().hex
             carried = self.end.carry(plan, given.tensors, update_id)
             sealed = time.perf_counter()
@@ -283,6 +284,7 @@ class Publisher:
             return  # before the lock: at the fork, another thread may have held it
         with self._lock:
             self._is_closed = True
+            self._turns.notify_all()
             try:
                 self.end.close()
             finally:
@@ -316,15 +318,40 @@ class Publisher:
                 surplus -= 1
 
     @contextmanager
+    def _publication(self, weight_version: int, *, is_part: bool) -> Iterator[None]:
+        """A turn in which a version is published, once its receivers are ready."""
+        with self._turn():
+            while self._is_pausing:
+                self._turns.wait(_LOOK_S)
+                self._check_open()
+            if self.last_version is not None and weight_version <= self.last_version:
+                raise not_above(weight_version, self.last_version, self.publisher_id)
+            with self.end.offering(weight_version, is_part=is_part, pause=self._pause):
+                yield
+
+    def _pause(self, seconds: float) -> None:
+        """Let others have their turn meanwhile, but for another publication."""
+        self._is_pausing = True
+        try:
+            self._turns.wait(seconds)
+        finally:
+            self._is_pausing = False
+        self._check_open()
+
+    @contextmanager
     def _turn(self, *, may_be_closed: bool = False) -> Iterator[None]:
         """One call at a time; if it `may_be_closed`, also after the end of this publisher."""
         if os.getpid() != self._pid:
             raise in_a_child("publisher")
         with self._lock:
-            if self._is_closed and not may_be_closed:
-                msg = "this publisher is closed. Make a new bridge."
-                raise BridgeClosed(msg)
+            if not may_be_closed:
+                self._check_open()
             yield
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            msg = "this publisher is closed. Make a new bridge."
+            raise BridgeClosed(msg)
 
 
 def checked_version(given: object) -> int:

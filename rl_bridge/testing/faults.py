@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -384,6 +385,12 @@ class AroundPublisher(PublisherEnd):
         self.place = inner.place
         self.columns = inner.columns
         vars(self)["shows"] = inner.shows
+
+    def offering(
+        self, weight_version: int, *, is_part: bool, pause: Callable[[float], None]
+    ) -> AbstractContextManager[None]:
+        """Pass on."""
+        return self.inner.offering(weight_version, is_part=is_part, pause=pause)
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Pass on."""

@@ -165,6 +165,26 @@ class PublisherEnd(ABC):
     columns: bool = False
     shows: ClassVar[bool] = False
 
+    def offering(
+        self, weight_version: int, *, is_part: bool, pause: Callable[[float], None]
+    ) -> AbstractContextManager[None]:
+        """Around the publication of a version: wait until those are ready who receive it.
+
+        Where the block raises, nothing was published. This one waits for nobody.
+
+        Args:
+            weight_version: the version.
+            is_part: it is one rank's part of a group.
+            pause: waits for so many seconds, and lets others call this end meanwhile, also `close`;
+                it raises if this end was closed.
+
+        Raises:
+            WeightBridgeError: nothing was published.
+
+        """
+        del weight_version, is_part, pause
+        return nullcontext()
+
     @abstractmethod
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Take a snapshot of `tensors` that never changes again (G1), and digest it.

@@ -18,7 +18,7 @@ from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.transports.files.directory import sync_folder, write_durably
+from rl_bridge.memory.durable import sync_folder, write_durably
 from rl_bridge.transports.files.layout import INDEX, layout_of
 from rl_bridge.transports.files.store import (
     GROUP_MANIFEST,

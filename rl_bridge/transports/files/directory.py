@@ -10,6 +10,7 @@
             KEEP                      if somebody said that the version is to stay
             STABLE                    the marker: version, update, digest of the manifest's header
         records/                      what consumers report
+        step_7                        for others: see `rl_bridge.transports.files.steps`
 
 A version's files are written and synced, then its directory, then the marker, then the directory
 once more; that holds after a crash of the machine, too. A reader holds a shared lock of the marker,
@@ -18,12 +19,10 @@ of ``.writer-RANK``, several of one rank a shared one. (Locks of `fcntl`, which 
 """
 
 import errno
-import itertools
 import os
 import re
 import shutil
 import stat
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,9 +32,15 @@ from pydantic import ValidationError
 
 from rl_bridge.errors import SegmentError, VersionNotFound, WeightBridgeUnavailableError
 from rl_bridge.memory import segment as leases
-from rl_bridge.memory import vm
 from rl_bridge.memory.control import Record
 from rl_bridge.memory.holding import Holding
+from rl_bridge.memory.durable import (
+    replace_durably,
+    sync_folder,
+    write_beside,
+    write_durably,
+)
+from rl_bridge.transports.files.steps import take_back_of
 from rl_bridge.transports.files.store import (
     KEPT,
     MARKER,
@@ -55,7 +60,6 @@ from rl_bridge.transports.files.store import (
 )
 
 _MAX_IOVECS = 1024
-_WRITE_NBYTES = 8 << 20
 _BEGUN = re.compile(r"^\.(\d+)-[0-9a-f]{32}$")
 
 
@@ -163,7 +167,7 @@ class DirectoryStore(VersionStore):
         with self.leased(name):
             try:
                 if is_kept:
-                    _replace_durably(folder, KEPT, b"")
+                    replace_durably(folder, KEPT, b"")
                 else:
                     (folder / KEPT).unlink(missing_ok=True)
                     sync_folder(folder)
@@ -337,7 +341,7 @@ class _Writer(VersionWriter):
             raise
 
     def add(self, name: str, file: str, content: bytes) -> None:
-        _replace_durably(self._store.root / name, file, content)
+        replace_durably(self._store.root / name, file, content)
 
     def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
         sealed = _mark(self._store.root / name, marker)
@@ -355,57 +359,12 @@ class _Writer(VersionWriter):
         self._held.dispose()
 
 
-def write_durably(path: Path, pieces: Sequence[Any]) -> None:
-    """Write a new file, and sync it.
-
-    Raises:
-        OSError: it cannot be written; what is there of it stays.
-
-    """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        left = deque(memoryview(one).cast("B") for one in pieces if len(one))
-        begin = 0
-        while left:
-            written = os.writev(fd, _first(left, _WRITE_NBYTES))
-            # The disk works while the next bytes are copied, instead of all at once in the end.
-            vm.begin_writeback(fd, begin, written)
-            begin += written
-            while left and written >= len(left[0]):
-                written -= len(left.popleft())
-            if written:
-                left[0] = left[0][written:]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _first(pieces: Iterable[memoryview], nbytes: int) -> list[memoryview]:
-    """The first so many bytes of buffers, or a little less."""
-    found: list[memoryview] = []
-    for one in itertools.islice(pieces, _MAX_IOVECS):
-        found.append(one[:nbytes])
-        nbytes -= len(found[-1])
-        if not nbytes:
-            break
-    return found
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a directory's own entries."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _mark(folder: Path, marker: Marker) -> Lease:
     """Make a version visible: all of it must be on disk. A marker that is there is replaced.
 
     It is leased before anybody sees it: no collector comes in between.
     """
-    beside = _write_beside(folder, MARKER, marker.model_dump_json().encode())
+    beside = write_beside(folder, MARKER, marker.model_dump_json().encode())
     lease = _MarkerLock(beside)
     try:
         beside.rename(folder / MARKER)
@@ -414,21 +373,6 @@ def _mark(folder: Path, marker: Marker) -> Lease:
         lease.close()
         raise
     return lease
-
-
-def _replace_durably(folder: Path, name: str, content: bytes) -> None:
-    """Write a file in one step: whoever looks sees all of it, or what was there before."""
-    _write_beside(folder, name, content).rename(folder / name)
-    sync_folder(folder)
-
-
-def _write_beside(folder: Path, name: str, content: bytes) -> Path:
-    """Write a file under a hidden name, durably, to be renamed."""
-    beside = folder / f".{name}"
-    with suppress(FileNotFoundError):
-        beside.unlink()
-    write_durably(beside, [content])
-    return beside
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -582,6 +526,7 @@ def _remove(folder: Path) -> bool:
     try:
         if not leases.try_exclusive(fd) or _is_kept(folder):
             return False
+        take_back_of(folder.parent, folder.name)
         (folder / MARKER).unlink(missing_ok=True)
         sync_folder(folder)
     except OSError:

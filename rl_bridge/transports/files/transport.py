@@ -15,10 +15,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -26,6 +26,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from rl_bridge.errors import (
+    IncompatibleUpdate,
     MalformedManifest,
     SegmentError,
     WeightBridgeError,
@@ -61,6 +62,7 @@ from rl_bridge.transports.files.retention import (
     surplus,
     update_id_of,
 )
+from rl_bridge.transports.files.steps import Handshake, Steps
 from rl_bridge.transports.files.store import (
     GROUP_MANIFEST,
     LISTS,
@@ -156,6 +158,8 @@ class Files(Transport):
         lease_s: float = 60.0,
         fetch_once: bool = True,
         num_threads: int | None = None,
+        steps: Handshake | None = None,
+        ready_timeout_s: float = 1200.0,
     ) -> None:
         """Configure; both sides of a run take the same `url`.
 
@@ -183,6 +187,10 @@ class Files(Transport):
             fetch_once: readers on one host, of one user, fetch a version once: the others map the
                 first one's memory. False: each fetches for itself.
             num_threads: threads that copy and digest; None takes the usable cores.
+            steps: in directories, show version N as ``step_N``, too, for orchestrators that know
+                nothing of rl_bridge: ``stable`` with the marker ``STABLE``, ``stages`` in the four
+                stages of prime-rl's handshake. Of the only publisher, of rank 0.
+            ready_timeout_s: in stages, how long a version that is offered waits for a receiver.
 
         Raises:
             TypeError: an option of the wrong type.
@@ -209,8 +217,27 @@ class Files(Transport):
         self._fenced = checked_flag("fenced", fenced)
         self._fetch_once = checked_flag("fetch_once", fetch_once)
         self._num_threads = checked_threads(num_threads)
+        self._steps = self._checked_steps(steps)
+        self._ready_timeout_s = checked_seconds("ready_timeout_s", ready_timeout_s)
         # The manifest that was read last, by the version's name and header: watching looks often.
         self._read: tuple[tuple[str, str], Any] = (("", ""), None)
+
+    def _checked_steps(self, steps: Handshake | None) -> Handshake | None:
+        if steps is None:
+            return None
+        if steps not in get_args(Handshake):
+            raise ValueError(f"steps={steps!r}: expected one of {get_args(Handshake)}, or None.")
+        if self.store.directory is None:
+            raise ValueError(
+                f"steps={steps!r}: {self.store} has no links, expected a directory. Name one, or "
+                "leave steps= out."
+            )
+        if self._rank or not self._fenced:
+            raise ValueError(
+                f"steps={steps!r}: expected the only publisher, of rank 0; got rank {self._rank}, "
+                f"fenced={self._fenced}. Gather the weights to rank 0."
+            )
+        return steps
 
     def stored(self) -> Iterator[tuple[int, WeightUpdateManifest]]:
         """Sequence and manifest of the versions that are there, the newest first.
@@ -295,6 +322,8 @@ class Files(Transport):
             file_nbytes=self._file_nbytes,
             fenced=self._fenced,
             num_threads=self._num_threads,
+            steps=self._steps,
+            ready_timeout_s=self._ready_timeout_s,
         )
 
     def consumer_end(self, worker: str, rank: int) -> "FilesConsumer":
@@ -333,6 +362,8 @@ class FilesPublisher(PublisherEnd):
         file_nbytes: int,
         fenced: bool,
         num_threads: int | None,
+        steps: Handshake | None,
+        ready_timeout_s: float,
     ) -> None:
         """Take the right to publish as this rank."""
         self.store, self._publisher_id, self._rank = store, publisher_id, rank
@@ -341,6 +372,13 @@ class FilesPublisher(PublisherEnd):
         self._file_nbytes, self._num_threads = file_nbytes, num_threads
         self._is_closed = False
         self.writer = store.open_writer(rank, fenced=fenced)
+        self._steps: Steps | None = None
+        if steps is not None and store.directory is not None:
+            try:
+                self._steps = Steps(store.directory, steps, ready_timeout_s)
+            except BaseException:
+                self.writer.close()
+                raise
         self._arena: Pin | None = None  # of the version that is being published
         self._headers: dict[str, bytes] = {}
         self.names: dict[str, str] = {}
@@ -350,6 +388,20 @@ class FilesPublisher(PublisherEnd):
         self._collect()
         if fenced:  # records of earlier publishers of this rank: there is one at a time
             store.remove_records(f"{rank}-", but=self._records)
+
+    def offering(
+        self, weight_version: int, *, is_part: bool, pause: Callable[[float], None]
+    ) -> AbstractContextManager[None]:
+        """Offer a step to its receiver, where versions are shown as steps."""
+        if self._steps is None:
+            return nullcontext()
+        if is_part:
+            msg = (
+                f"version {weight_version} is one of several ranks, and a step has whole weights: "
+                "expected one publisher. Gather the weights to rank 0, or leave steps= out."
+            )
+            raise IncompatibleUpdate(msg)
+        return self._steps.offered(weight_version, pause)
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Copy and digest; the files are written when the manifest is known."""
@@ -425,10 +477,15 @@ class FilesPublisher(PublisherEnd):
             part=manifest.weight_layout.rank if is_part else None,
             world_size=manifest.weight_layout.world_size if is_part else 1,
         )
+        files = self._contents(manifest, layout, arena)
+        if self._steps is not None:
+            files = self._steps.linked(name, files)
         try:
-            lease = self.writer.write(name, self._contents(manifest, layout, arena), marker)
+            lease = self.writer.write(name, files, marker)
         except OSError as error:
             raise self._unwritable(name, error) from error
+        if self._steps is not None:
+            self._steps.commit()
         self.names[update_id], self._leases[update_id] = name, lease
         self._nbytes[update_id] = sum(file.nbytes for file in layout.files)
         if not is_part:  # none takes the place of older versions before all ranks have published
@@ -517,6 +574,8 @@ class FilesPublisher(PublisherEnd):
         self._nbytes.clear()
         self._arena = None
         try:
+            if self._steps is not None:
+                self._steps.withdraw()
             self._collect()
             self.store.remove_records(self._records)
         finally:
