@@ -16,14 +16,14 @@ _MAX_IOVECS = 1024
 _WRITE_NBYTES = 8 << 20
 
 
-def write_durably(path: Path, pieces: Sequence[Any]) -> None:
+def write_durably(path: Path, pieces: Sequence[Any], *, mode: int = 0o644) -> None:
     """Write a new file, and sync it.
 
     Raises:
         OSError: it cannot be written; what is there of it stays.
 
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         left = deque(memoryview(one).cast("B") for one in pieces if len(one))
         begin = 0
@@ -61,18 +61,18 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def replace_durably(folder: Path, name: str, content: bytes) -> None:
+def replace_durably(folder: Path, name: str, content: bytes, *, mode: int = 0o644) -> None:
     """Write a file in one step: whoever looks sees all of it, or what was there before.
 
     Raises:
         OSError: it cannot be written; what was there before stays.
 
     """
-    write_beside(folder, name, content).rename(folder / name)
+    write_beside(folder, name, content, mode=mode).rename(folder / name)
     sync_folder(folder)
 
 
-def write_beside(folder: Path, name: str, content: bytes) -> Path:
+def write_beside(folder: Path, name: str, content: bytes, *, mode: int = 0o644) -> Path:
     """Write a file under a hidden name, to be renamed.
 
     Raises:
@@ -82,5 +82,5 @@ def write_beside(folder: Path, name: str, content: bytes) -> Path:
     beside = folder / f".{name}"
     with suppress(FileNotFoundError):
         beside.unlink()
-    write_durably(beside, [content])
+    write_durably(beside, [content], mode=mode)
     return beside

@@ -20,6 +20,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from rl_bridge.transports.files.steps import Handshake
 from rl_bridge.transports.wire.channel import checked_address
 
 __all__ = [
@@ -42,9 +43,18 @@ class _Section(BaseModel):
 
 
 class FileSystemWeightBroadcastConfig(_Section):
-    """Versions are directories that trainer and inference see under the same path."""
+    """Versions are directories that trainer and inference see under the same path.
+
+    Attributes:
+        handshake: ``stable``: a version has a marker, and nobody waits; ``stages``: the trainer
+            offers it, and writes it once the orchestrator is ready.
+        timeout: in stages, seconds that each side waits for the other.
+
+    """
 
     type: Literal["filesystem"] = "filesystem"
+    handshake: Handshake = "stable"
+    timeout: _Seconds = 1200.0
 
 
 class NCCLWeightBroadcastConfig(_Section):

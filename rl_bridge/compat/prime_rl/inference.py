@@ -35,10 +35,8 @@ from rl_bridge.compat.prime_rl.config import (
 from rl_bridge.compat.prime_rl.trainer import (
     ENDPOINTS,
     MAGIC,
-    MANIFEST,
     MAX_MESSAGE_NBYTES,
     NIXL_INFO,
-    STABLE,
     TOKEN,
     AskManifest,
     AskRuns,
@@ -73,6 +71,9 @@ from rl_bridge.errors import (
 from rl_bridge.groups import GroupManifest, slices
 from rl_bridge.manifest import AdapterSpec, WeightUpdateManifest
 from rl_bridge.trainers import write_peft
+from rl_bridge.transports.files.steps import receive_step
+from rl_bridge.transports.files.store import MANIFEST
+from rl_bridge.transports.files.store import MARKER as STABLE
 from rl_bridge.transports.wire.channel import Channel, Message, Refused, checked_address
 from rl_bridge.transports.wire.connector import Connector
 
@@ -801,8 +802,9 @@ def _manifest_in(folder: Path) -> str:
         return (folder / MANIFEST).read_text(encoding="utf-8")
     except OSError as error:
         msg = (
-            f"{folder / MANIFEST} cannot be read ({error.strerror}): expected a version of type "
-            '"nccl". Give trainer and orchestrator the same weight_broadcast.'
+            f"{folder / MANIFEST} cannot be read ({error.strerror}): expected whole weights of "
+            "this library's trainer. Give trainer and orchestrator the same weight_broadcast, or "
+            "name the adapter (lora_name)."
         )
         raise MalformedManifest(msg) from error
 
@@ -810,7 +812,7 @@ def _manifest_in(folder: Path) -> str:
 class StaticInferencePool:
     """All inference servers of a run, which get each version.
 
-    Whole weights (``nccl``) are brought by executors in this process, which joins the broadcast:
+    Whole weights are brought by executors in this process. Over ``nccl`` it joins the broadcast:
     with the backend ``nccl`` it needs a GPU. The servers are started in development mode.
     """
 
@@ -845,20 +847,26 @@ class StaticInferencePool:
         not answer may have it.
 
         Args:
-            weight_dir: with the marker ``STABLE``.
-            lora_name: by which clients ask for an adapter's version.
+            weight_dir: with the marker ``STABLE``; in stages, of the step that is waited for.
+            lora_name: by which clients ask for an adapter's version; None: whole weights.
             step: for messages.
 
         Raises:
             MalformedManifest: the directory marks no version.
-            ValueError: an adapter without a name.
+            ValueError: over ``nixl``, an adapter without a name.
+            DeadlineExceeded: in stages, the trainer did not offer or finish it in time.
             WeightBridgeUnavailableError: servers refused it; the message names them.
 
         """
         folder, config = Path(weight_dir or "."), self._config
-        if lora_name is None and not isinstance(config, NCCLWeightBroadcastConfig):
+        if lora_name is None and isinstance(config, NIXLWeightBroadcastConfig):
             raise ValueError("lora_name=None: expected the name by which clients ask. Pass it.")
-        if weight_dir is None or not (folder / STABLE).exists():
+        is_staged = (
+            isinstance(config, FileSystemWeightBroadcastConfig) and config.handshake == "stages"
+        )
+        if is_staged and weight_dir is not None:
+            await asyncio.to_thread(receive_step, folder, timeout_s=config.timeout)
+        elif weight_dir is None or not (folder / STABLE).exists():
             msg = f"step {step}: {weight_dir} marks no version: {STABLE} is missing. Wait for it."
             raise MalformedManifest(msg)
         tasks: list[Any]
@@ -875,14 +883,14 @@ class StaticInferencePool:
                 }
                 path, within_s = "load_lora_adapter_nixl", config.timeout + _INSTALL_S
                 tasks = [self._post(one, path, body, within_s) for one in self.admin_clients]
-            case FileSystemWeightBroadcastConfig():
+            case FileSystemWeightBroadcastConfig() if lora_name is not None:
                 body = {"lora_name": lora_name, "lora_path": str(folder)}
                 path = "load_lora_adapter"
                 tasks = [self._post(one, path, body, _INSTALL_S) for one in self.admin_clients]
-            case NCCLWeightBroadcastConfig():
+            case _:  # whole weights
                 text = _manifest_in(folder)
                 urls = [str(one.base_url) for one in self.admin_clients]
-                tasks = [asyncio.to_thread(self._install, url, text, config) for url in urls]
+                tasks = [asyncio.to_thread(self._install, url, folder, text) for url in urls]
         failed = [one for one in await asyncio.gather(*tasks) if one]
         if failed:
             msg = (
@@ -906,19 +914,18 @@ class StaticInferencePool:
             return f"{client.base_url} did not answer ({type(error).__name__}: {error})"
         return "" if reply.is_success else f"{client.base_url}: {reply.status_code}: {reply.text}"
 
-    def _install(self, url: str, manifest: str, config: NCCLWeightBroadcastConfig) -> str:
+    def _install(self, url: str, folder: Path, manifest: str) -> str:
         """Install a model's weights in one server; returns why it refused, or nothing."""
-        options = {"backend": config.backend, "timeout_s": config.timeout}
+        config, transport = self._config, "files"
+        options: dict[str, Any] = {"url": str(folder.parent.absolute())}
+        if isinstance(config, NCCLWeightBroadcastConfig):
+            transport = "broadcast"
+            options = {"backend": config.backend, "timeout_s": config.timeout}
         try:
             if url not in self._executors:
-                bridge = make_weight_bridge(
-                    "broadcast",
-                    source_worker="pool",
-                    backend=config.backend,
-                    timeout_s=config.timeout,
-                )
+                bridge = make_weight_bridge(transport, source_worker="pool", **options)
                 # (From an orchestrator that died: there is one at a time.)
-                adapter = VLLMEngineAdapter(url, transports={"broadcast": options}, take_over=True)
+                adapter = VLLMEngineAdapter(url, transports={transport: options}, take_over=True)
                 self._executors[url] = RolloutExecutor(
                     weight_bridge=bridge, weight_install_adapter=adapter, suspicious="off"
                 )

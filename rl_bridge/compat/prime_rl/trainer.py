@@ -15,14 +15,13 @@ pass a reader's proof on to another server.
 import hashlib
 import json
 import os
-import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -45,15 +44,14 @@ from rl_bridge.groups import (
     StoreOptions,
 )
 from rl_bridge.manifest import AdapterSpec, WeightUpdateManifest
-from rl_bridge.trainers import (
-    FSDPWeightExtractor,
-    StateDictExtractor,
-    WeightExtractor,
-    write_peft,
-)
+from rl_bridge.trainers import FSDPWeightExtractor, StateDictExtractor, WeightExtractor
 from rl_bridge.trainers.chunks import whole_copies, wire_name
 from rl_bridge.trainers.gather import broadcast_json
 from rl_bridge.trainers.meshes import MeshView, is_dtensor, largest_mesh, local_of
+from rl_bridge.transports.files.durable import replace_durably
+from rl_bridge.transports.files.steps import step_folder, take_back_from
+from rl_bridge.transports.files.store import MANIFEST
+from rl_bridge.transports.files.store import MARKER as STABLE
 from rl_bridge.transports.wire.acceptor import listen
 from rl_bridge.transports.wire.channel import Channel, Count, Message, PeerJoin, Refused, parser
 from rl_bridge.transports.wire.server import Peer, PeerServer
@@ -75,8 +73,7 @@ MAGIC = b"rlbprime"
 MAX_MESSAGE_NBYTES = 64 << 20
 """A manifest of a large group travels in one message."""
 
-STABLE, NIXL_INFO, ENDPOINTS = "STABLE", "nixl_info.json", "nixl_endpoints.json"
-MANIFEST = "manifest.json"
+NIXL_INFO, ENDPOINTS = "nixl_info.json", "nixl_endpoints.json"
 _KEPT = 2  # an engine may be reading the one before
 _MAX_READERS = 1024
 
@@ -510,7 +507,13 @@ class WeightBroadcast(ABC):
 
     A version's directory is ``{run's directory}/broadcasts/step_{step}``. Its marker ``STABLE`` is
     written last, durably.
+
+    Attributes:
+        marks: whether steps are marked here, and not by what carries the versions.
+
     """
+
+    marks: ClassVar[bool] = True
 
     def __init__(self, output_dir: str | Path, lora_config: LoRAConfig | None = None) -> None:
         """Configure.
@@ -574,8 +577,9 @@ class WeightBroadcast(ABC):
                 raise UnknownUpdate(msg)
             if model is not None and run.model is not model and not run.is_registered:
                 run.extractor, run.model = self._extractor(model, run.name), model
-            if not run.is_begun and self.rank == 0:
-                _unmark_later(run.directory, its)
+            if self.marks and not run.is_begun and self.rank == 0:
+                # An earlier life of the training may have gone further.
+                take_back_from(broadcasts_of(run.directory), its)
             self._broadcast(run_idx, run, its)
             run.is_begun = True
 
@@ -622,58 +626,40 @@ class WeightBroadcast(ABC):
         kind = FSDPWeightExtractor if is_sharded else StateDictExtractor
         return kind(model, adapter=adapter)
 
-    def _mark(self, folder: Path, files: Mapping[str, object]) -> None:
-        """Write a version's files, and then its marker; rank 0 does.
-
-        A marker of an earlier life of the training goes first.
-        """
+    def _mark(self, run: _BroadcastRun, step: int, files: Mapping[str, object]) -> None:
+        """Write a version's files, and then its marker; rank 0 does."""
+        folder = step_folder(broadcasts_of(run.directory), step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / STABLE).unlink(missing_ok=True)
             for name, content in files.items():
                 _write(folder / name, content if isinstance(content, str) else json.dumps(content))
             _write(folder / STABLE, "")
         except OSError as error:
-            msg = f"{folder} cannot be written to: {error.strerror}. Name another output_dir."
-            raise WeightBridgeUnavailableError(msg) from error
+            raise _unwritable(folder, error) from error
 
 
-def _unmark_later(run_directory: Path, step: int) -> None:
-    """Take back the markers of later steps: of an earlier life of the training that went further.
+def _unwritable(folder: Path, error: OSError) -> WeightBridgeUnavailableError:
+    return WeightBridgeUnavailableError(
+        f"{folder} cannot be written to: {error.strerror}. Name another output_dir."
+    )
 
-    Raises:
-        WeightBridgeUnavailableError: it cannot be done.
 
-    """
-    for marker in run_directory.glob(f"broadcasts/step_*/{STABLE}"):
-        number = marker.parent.name.removeprefix("step_")
-        if number.isdecimal() and int(number) >= step:
-            try:
-                marker.unlink(missing_ok=True)
-            except OSError as error:
-                msg = f"{marker} cannot be removed: {error.strerror}. Name another output_dir."
-                raise WeightBridgeUnavailableError(msg) from error
+def _extractor_of(run_idx: int, run: _BroadcastRun) -> WeightExtractor:
+    if run.extractor is None:
+        msg = f"run {run_idx} has no model. Pass it to broadcast_weights."
+        raise IncompatibleUpdate(msg)
+    return run.extractor
 
 
 def _write(path: Path, text: str) -> None:
     """Write a file durably; nobody meets half of it. A manifest leads to the weights."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.touch(mode=0o600 if path.name == MANIFEST else 0o666)
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    mode = 0o600 if path.name == MANIFEST else 0o644
+    replace_durably(path.parent, path.name, text.encode(), mode=mode)
 
 
-def step_folder(run_directory: Path, step: int) -> Path:
-    """The directory that marks a run's version."""
-    return run_directory / "broadcasts" / f"step_{step}"
+def broadcasts_of(run_directory: Path) -> Path:
+    """The directory of a run's steps."""
+    return run_directory / "broadcasts"
 
 
 class NIXLWeightBroadcast(WeightBroadcast):
@@ -757,8 +743,7 @@ class NIXLWeightBroadcast(WeightBroadcast):
             parts = getattr(manifest, "parts", (manifest,))
             hosts = [part.handle["endpoint"]["address"] for part in parts]
             endpoints = [[host, self.config.port + at] for at, host in enumerate(hosts)]
-            folder = step_folder(run.directory, step)
-            self._mark(folder, {NIXL_INFO: info, ENDPOINTS: endpoints})
+            self._mark(run, step, {NIXL_INFO: info, ENDPOINTS: endpoints})
 
 
 def _over_a_store(host: str, timeout: timedelta) -> Exchanges:
@@ -793,43 +778,68 @@ def _over_a_store(host: str, timeout: timedelta) -> Exchanges:
 
 
 class FileSystemWeightBroadcast(WeightBroadcast):
-    """Adapters as directories of PEFT, gathered to rank 0."""
+    """Whole weights as Hugging Face lays them out, or adapters as PEFT does, gathered to rank 0.
+
+    A run's ``broadcasts`` is a directory of the transport ``files``, which shows its versions as
+    steps and says what of an earlier life of the training stays.
+    """
+
+    marks: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        config: FileSystemWeightBroadcastConfig,
+        lora_config: LoRAConfig | None = None,
+        **options: Any,
+    ) -> None:
+        """Configure; nothing is opened.
+
+        Args:
+            output_dir: see `WeightBroadcast`.
+            config: with the handshake.
+            lora_config: of the adapter; None: the model's whole weights are broadcast.
+            options: of the transport ``files``, such as ``config_dir`` and ``keep_last``.
+
+        """
+        super().__init__(output_dir, lora_config)
+        self._options = {
+            "steps": config.handshake,
+            "ready_timeout_s": config.timeout,
+            "suspicious": "off",
+            **options,
+        }
+        self._bridges: dict[int, TensorBridge] = {}
+
+    def on_run_deleted(self, run_idx: int) -> None:
+        """Forget a run. See `WeightBroadcast`."""
+        super().on_run_deleted(run_idx)
+        if run_idx in self._bridges:
+            self._bridges.pop(run_idx).close()
 
     def shutdown(self) -> None:
-        """Nothing is open: the directories stay."""
+        """Close the bridges: the directories stay."""
+        while self._bridges:
+            self._bridges.popitem()[1].close()
 
     def _broadcast(self, run_idx: int, run: _BroadcastRun, step: int) -> None:
-        if run.extractor is None or run.extractor.adapter is None:
-            msg = (
-                f"run {run_idx} has no adapter, and files are written of adapters alone: expected "
-                'model.lora. Take weight_broadcast.type = "nccl" for whole weights.'
-            )
-            raise IncompatibleUpdate(msg)
-        tensors = whole_copies(run.extractor.full(), is_kept=self.rank == 0)
+        extractor = _extractor_of(run_idx, run)
+        tensors = whole_copies(extractor.full(), is_kept=self.rank == 0)
         if self.rank == 0:
-            folder = step_folder(run.directory, step)
-            _make_way(folder)
-            write_peft(folder, run.extractor.adapter, tensors)
-            self._mark(folder, {})
+            bridge = self._bridge_of(run_idx, run.directory)
+            manifest = bridge.publish(tensors, weight_version=step, adapter=extractor.adapter)
+            bridge.release(manifest.update_id)  # the newest ones stay
 
-
-def _make_way(folder: Path) -> None:
-    """Let a directory be written anew: one of an earlier life of the training goes.
-
-    Raises:
-        WeightBridgeUnavailableError: it cannot be done.
-
-    """
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.exists():
-            (folder / STABLE).unlink(missing_ok=True)  # nobody begins to read it any more
-            folder.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        msg = f"{folder} cannot be written anew: {error.strerror}. Name another output_dir."
-        raise WeightBridgeUnavailableError(msg) from error
+    def _bridge_of(self, run_idx: int, directory: Path) -> TensorBridge:
+        if run_idx not in self._bridges:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _unwritable(directory, error) from error
+            self._bridges[run_idx] = make_weight_bridge(
+                "files", url=broadcasts_of(directory), source_worker="trainer", **self._options
+            )
+        return self._bridges[run_idx]
 
 
 class NCCLWeightBroadcast(WeightBroadcast):
@@ -865,16 +875,14 @@ class NCCLWeightBroadcast(WeightBroadcast):
         self._bridge.close()
 
     def _broadcast(self, run_idx: int, run: _BroadcastRun, step: int) -> None:
-        if run.extractor is None:
-            msg = f"run {run_idx} has no model. Pass it to broadcast_weights."
-            raise IncompatibleUpdate(msg)
-        tensors = whole_copies(run.extractor.full(), self._device, is_kept=self.rank == 0)
+        extractor = _extractor_of(run_idx, run)
+        tensors = whole_copies(extractor.full(), self._device, is_kept=self.rank == 0)
         if self.rank == 0:
             manifest = self._bridge.publish(tensors, weight_version=step)
             self._kept.append(manifest.update_id)
             while len(self._kept) > _KEPT:
                 self._bridge.release(self._kept.pop(0))
-            self._mark(step_folder(run.directory, step), {MANIFEST: manifest.to_json()})
+            self._mark(run, step, {MANIFEST: manifest.to_json()})
 
 
 def setup_weight_broadcast(
@@ -904,4 +912,4 @@ def setup_weight_broadcast(
         case NCCLWeightBroadcastConfig():
             return NCCLWeightBroadcast(output_dir, config, **options)
         case FileSystemWeightBroadcastConfig():
-            return FileSystemWeightBroadcast(output_dir, lora_config, **options)
+            return FileSystemWeightBroadcast(output_dir, config, lora_config, **options)
