@@ -1,11 +1,14 @@
 """What the tests of the lower layers share: manifests, weights, forked children."""
 
 import json
+import itertools
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from rl_bridge.testing.processes import stop_process as stop
 
 __all__ = [
     "assemble",
+    "die_before_a_change",
     "forget_layouts",
     "forked",
     "forking",
@@ -32,6 +36,35 @@ __all__ = [
     "stop",
     "weights",
 ]
+
+
+# ---- kills --------------------------------------------------------------------------------------
+
+
+def die_before_a_change(left: "itertools.count[int]", *others: tuple[Any, str]) -> None:
+    """Have this process die at a step of those that change a directory: of a write, half is done.
+
+    Args:
+        left: counts down; at 0 it dies.
+        others: further methods, each of a class, that are such steps.
+
+    """
+
+    def dying(original: Callable[..., Any], *, halves: bool = False) -> Callable[..., Any]:
+        def call(*given: Any, **options: Any) -> Any:
+            if not next(left):
+                if halves:
+                    half = bytes(given[1][0])
+                    os.write(given[0], half[: len(half) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*given, **options)
+
+        return call
+
+    changes = ("fsync", "writev", "replace", "unlink")
+    paths = ("rename", "mkdir", "unlink", "symlink_to")
+    for owner, name in (*((os, one) for one in changes), *((Path, one) for one in paths), *others):
+        setattr(owner, name, dying(getattr(owner, name), halves=name == "writev"))
 
 
 # ---- manifests ----------------------------------------------------------------------------------

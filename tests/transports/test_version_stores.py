@@ -3,12 +3,9 @@
 import itertools
 import os
 import random
-import signal
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -17,6 +14,7 @@ from rl_bridge.errors import SegmentError, VersionNotFound
 from rl_bridge.testing.processes import Child
 from rl_bridge.transports.files.store import Marker, VersionStore, version_name
 from rl_bridge.transports.files.transport import store_of
+from tests.helpers import die_before_a_change
 from tests.transports.slow_view import SlowView
 
 MANY = pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(7200)])
@@ -159,7 +157,8 @@ class Killed:
 
     def _publish_until_killed(self, number: int, die_at: int) -> None:
         try:
-            _fatal(itertools.count(die_at, -1))
+            files = [(LocalFileSystem, name) for name in ("pipe_file", "rm_file")]
+            die_before_a_change(itertools.count(die_at, -1), *files)
             store = opened(self.kind, self.run)
             writer = store.open_writer(0, fenced=True)
             writer.sweep()
@@ -177,27 +176,6 @@ class Killed:
 
 
 _KEPT, _STEPS = 2, 45
-
-
-def _fatal(left: "itertools.count[int]") -> None:
-    """Have this process die at a step of those that change a directory."""
-
-    def dying(original: Callable[..., Any], *, halves: bool = False) -> Callable[..., Any]:
-        def call(*given: Any, **options: Any) -> Any:
-            if not next(left):
-                if halves:
-                    os.write(given[0], bytes(given[1][0])[: NBYTES // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*given, **options)
-
-        return call
-
-    for name, halves in (("fsync", False), ("writev", True), ("replace", False), ("unlink", False)):
-        setattr(os, name, dying(getattr(os, name), halves=halves))
-    for name in ("rename", "mkdir", "unlink"):
-        setattr(Path, name, dying(getattr(Path, name)))
-    for name in ("pipe_file", "rm_file"):
-        setattr(LocalFileSystem, name, dying(getattr(LocalFileSystem, name)))
 
 
 @pytest.mark.parametrize("rounds", [60, MANY])

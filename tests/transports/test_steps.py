@@ -1,0 +1,350 @@
+"""Steps of ``files``: an orchestrator that knows nothing of rl_bridge follows both protocols.
+
+`Outside` is that orchestrator: it polls and loads with what Python and safetensors have.
+"""
+
+import itertools
+import os
+import re
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, load_file
+
+from rl_bridge import make_weight_bridge
+from rl_bridge.bridge import FilesTensorBridge
+from rl_bridge.errors import (
+    BridgeClosed,
+    DeadlineExceeded,
+    GroupAborted,
+    IncompatibleUpdate,
+    WeightBridgeUnavailableError,
+)
+from rl_bridge.groups import Piece, Placement
+from rl_bridge.testing.processes import DEADLINE_S, Child, until
+from rl_bridge.transports.files.steps import receive_step
+from tests.groups.meshes import Shards
+from tests.groups.rig import Trainers
+from tests.helpers import die_before_a_change, stop
+
+HANDSHAKES = ("stable", "stages")
+DONE = {"stable": "STABLE", "stages": ".finished"}
+OFFERED, READY, STARTED = ".sender_ready", ".receiver_ready", ".started"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def files(run: Path | str, **options: Any) -> FilesTensorBridge:
+    bridge = make_weight_bridge("files", url=run, suspicious="off", timeout_s=0.05, **options)
+    assert isinstance(bridge, FilesTensorBridge)
+    return bridge
+
+
+def weights(life: int, step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((64,), float(1000 * life + step)), "life": torch.tensor([life])}
+
+
+def publish(trainer: FilesTensorBridge, step: int, life: int = 0) -> None:
+    trainer.release(trainer.publish(weights(life, step), weight_version=step))
+
+
+class Outside:
+    """Answers each offer, and loads each step that has the last marker.
+
+    Attributes:
+        loaded: life of the trainer, and step, of all that was loaded, one after the other.
+
+    """
+
+    def __init__(self, run: Path, handshake: str) -> None:
+        self.run, self.handshake = run, handshake
+        self.loaded: list[tuple[int, int]] = []
+        self._is_over = threading.Event()
+
+    def look(self) -> None:
+        for folder in sorted(self.run.glob("step_*")):
+            if self.handshake == "stages" and (folder / OFFERED).exists():
+                try:
+                    (folder / READY).touch()
+                except FileNotFoundError:
+                    continue  # it was taken back
+            if (folder / DONE[self.handshake]).exists():
+                self.load(folder)
+
+    def load(self, folder: Path) -> None:
+        try:
+            found = load((folder / "model.safetensors").read_bytes())
+        except FileNotFoundError:
+            return  # it was taken back since
+        life, step = int(found["life"]), int(folder.name.removeprefix("step_"))
+        assert found["w"].equal(weights(life, step)["w"])
+        if self.loaded[-1:] != [(life, step)]:
+            self.loaded.append((life, step))
+
+    def follow(self) -> None:
+        while not self._is_over.is_set():
+            self.look()
+
+    @contextmanager
+    def following(self) -> Iterator["Outside"]:
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(self.follow)
+            try:
+                yield self
+            finally:
+                self._is_over.set()
+            told.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("handshake", HANDSHAKES)
+def test_an_orchestrator_that_knows_nothing_of_rl_bridge_gets_each_version(
+    run: Path, handshake: Any
+) -> None:
+    with Outside(run, handshake).following() as outside:
+        with files(run, steps=handshake) as trainer:
+            for step in (0, 1, 5):
+                publish(trainer, step)
+                until(lambda step=step: (0, step) in outside.loaded, what=f"step {step} is loaded")
+    with files(run) as reader:  # the same version, as bridges read it
+        newest = reader.newest()
+        assert newest is not None
+        assert reader.import_update(newest)["w"].equal(weights(0, 5)["w"])
+
+
+def test_a_version_is_written_once_its_receiver_is_ready_and_the_stages_follow_each_other(
+    run: Path,
+) -> None:
+    folder = run / "step_3"
+    with files(run, steps="stages") as trainer, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(publish, trainer, 3)
+        until((folder / OFFERED).exists, what="version 3 is offered")
+        assert os.listdir(folder) == [OFFERED]
+        assert not list(run.glob("0*"))
+        (folder / READY).touch()
+        done.result(DEADLINE_S)
+        markers = {OFFERED, READY, STARTED, ".finished"}
+        assert {path.name for path in folder.iterdir()} >= {*markers, "model.safetensors"}
+        assert all(not (folder / one).read_bytes() for one in markers - {".finished"})
+
+
+# ---- a receiver that does not come ---------------------------------------------------------------
+
+
+def test_a_receiver_that_never_comes_is_an_error_in_time_and_the_next_version_is_published(
+    run: Path,
+) -> None:
+    with files(run, steps="stages", ready_timeout_s=0.05) as trainer:
+        with pytest.raises(DeadlineExceeded) as caught:
+            publish(trainer, 1)
+        said = str(caught.value)
+        assert all(word in said for word in ("version 1", str(run / "step_1"), READY, OFFERED))
+        assert not list(run.glob("*step_*"))
+        assert trainer.versions() == []
+    with files(run, steps="stages") as trainer, Outside(run, "stages").following() as outside:
+        publish(trainer, 1)
+        until(lambda: outside.loaded == [(0, 1)], what="step 1 is loaded")
+
+
+def test_a_trainer_that_waits_answers_others_and_is_ended_by_close(run: Path) -> None:
+    trainer, folder = files(run, steps="stages", ready_timeout_s=600.0), run / "step_1"
+    with closing(trainer), ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(publish, trainer, 1)
+        until((folder / OFFERED).exists, what="version 1 is offered")
+        behind = pool.submit(publish, trainer, 2)
+        assert trainer.consumers() == []
+        trainer.release("0" * 32)
+        assert not (waiting.done() or behind.done())
+        trainer.close()
+        for one in (waiting, behind):
+            with pytest.raises(BridgeClosed):
+                one.result(DEADLINE_S)
+    assert not list(run.glob("*step_*"))
+    with files(run, steps="stable") as other:  # the right to publish was given back
+        publish(other, 1)
+
+
+def test_a_publication_that_fails_takes_its_offer_back(run: Path) -> None:
+    with (
+        files(run, steps="stages") as trainer,
+        Outside(run, "stages").following(),
+        pytest.raises(IncompatibleUpdate),
+    ):
+        trainer.publish({"w": "no tensor"}, weight_version=1)  # type: ignore[arg-type]
+    assert not list(run.glob("*step_*"))
+
+
+# ---- kills ---------------------------------------------------------------------------------------
+
+
+class Lives:
+    """Forks lives of a training, each of which is killed at a later step than the one before."""
+
+    def __init__(self, *, run: str, handshake: str) -> None:
+        self.run, self.handshake = run, handshake
+
+    def live(self, *, life: int, first: int) -> bool:
+        """Publish two versions from `first` on; returns whether it was killed."""
+        child = os.fork()
+        if not child:
+            try:
+                die_before_a_change(itertools.count(life, -1))
+                with files(self.run, steps=self.handshake, ready_timeout_s=20.0) as trainer:
+                    for step in (first, first + 1):
+                        publish(trainer, step, life)
+                os._exit(0)
+            finally:  # an error: the child must not go on as its parent
+                traceback.print_exc()
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or not os.WEXITSTATUS(status)
+        return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("handshake", HANDSHAKES)
+def test_an_orchestrator_believes_no_attempt_of_a_trainer_that_was_killed(
+    run: Path, handshake: str
+) -> None:
+    firsts = [1 + (5 * life) % 4 for life in range(1000)]  # up and down
+    with (
+        Child(Lives, run=str(run), handshake=handshake) as child,
+        Outside(run, handshake).following() as outside,
+    ):
+        life = next(
+            life
+            for life, first in enumerate(firsts)
+            if not child.ready().call("live", life=life, first=first)
+        )
+        # The last one, which lived on: what it did not finish, or began before, is not there.
+        outside.look()
+    assert life > 30  # so many steps were there to die at
+    assert {(life, firsts[life]), (life, firsts[life] + 1)} <= set(outside.loaded)
+    newest = 0
+    for its, step in outside.loaded:
+        newest = max(newest, its)
+        assert its == newest or step < min(firsts[its + 1 : newest + 1]), outside.loaded
+    for folder in run.glob("step_*"):
+        assert (folder / DONE[handshake]).exists()
+
+
+class Trainer:
+    def __init__(self, *, run: str) -> None:
+        self.bridge = files(run, steps="stages")
+
+    def publish(self, *, step: int, life: int) -> None:
+        publish(self.bridge, step, life)
+
+
+def test_a_receiver_leaves_the_attempt_of_a_killed_trainer_and_takes_the_next_one(
+    run: Path,
+) -> None:
+    folder = run / "step_1"
+    with Child(Trainer, run=str(run)) as child, ThreadPoolExecutor(1) as pool:
+        child.ready().tell("publish", step=1, life=0)
+        until((folder / OFFERED).exists, what="version 1 is offered")
+        stop(child.pid)  # it does not go on when it is answered
+        received = pool.submit(receive_step, folder, timeout_s=DEADLINE_S)
+        until((folder / READY).exists, what="the receiver is ready")
+        child.kill()
+        with files(run, steps="stages") as trainer:
+            assert trainer.publisher_id  # it opens the directory
+            assert not folder.exists()
+            publish(trainer, 1, life=1)
+            assert received.result(DEADLINE_S) == folder
+            assert load_file(folder / "model.safetensors")["w"].equal(weights(1, 1)["w"])
+
+
+def test_a_version_that_is_not_offered_or_not_finished_in_time_is_an_error(run: Path) -> None:
+    folder = run / "step_1"
+    with pytest.raises(DeadlineExceeded, match=r"step_1.*expected \.sender_ready.*got no marker"):
+        receive_step(folder, timeout_s=0.05)
+    folder.mkdir(parents=True)
+    (folder / OFFERED).touch()
+    with pytest.raises(DeadlineExceeded, match=r"expected \.finished.*got .*\.receiver_ready"):
+        receive_step(folder, timeout_s=0.05)
+
+
+# ---- what goes, and what stays -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("handshake", HANDSHAKES)
+def test_a_step_goes_with_its_version_and_stays_with_one_that_is_kept(
+    run: Path, handshake: Any
+) -> None:
+    with (
+        Outside(run, handshake).following(),
+        files(run, steps=handshake, keep_last=1) as trainer,
+    ):
+        for step in (1, 2, 3):
+            publish(trainer, step)
+            if step == 1:
+                trainer.keep(trainer.newest() or "")
+        assert sorted(path.name for path in run.glob("step_*")) == ["step_1", "step_3"]
+        trainer.keep(trainer.versions()[0], False)
+        publish(trainer, 4)
+        assert [path.name for path in run.glob("*step_*")] == ["step_4"]
+
+
+def test_steps_before_the_first_of_a_new_life_stay(run: Path) -> None:
+    with files(run, steps="stable", keep_last=9) as trainer:
+        for step in (1, 2, 3):
+            publish(trainer, step, life=0)
+    with files(run, steps="stages", keep_last=9) as trainer:
+        assert (run / "step_3" / "STABLE").exists()
+        with Outside(run, "stages").following():
+            publish(trainer, 2, life=1)
+    assert sorted(path.name for path in run.glob("step_*")) == ["step_1", "step_2"]
+    assert load_file(run / "step_1" / "model.safetensors")["life"].item() == 0
+    assert load_file(run / "step_2" / "model.safetensors")["life"].item() == 1
+
+
+def test_a_directory_of_another_making_is_left_alone_but_for_its_markers(run: Path) -> None:
+    for step in (1, 2):
+        (run / f"step_{step}").mkdir(parents=True)
+        for name in ("STABLE", "model.safetensors"):
+            (run / f"step_{step}" / name).touch()
+    with files(run, steps="stable") as trainer:
+        with pytest.raises(WeightBridgeUnavailableError, match=r"step_1 cannot be a step"):
+            publish(trainer, 1)
+        publish(trainer, 3)
+    assert [path.name for path in sorted(run.glob("step_*/*.safetensors"))]
+    assert not list(run.glob("step_[12]/STABLE"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"steps": "both"}, "steps='both': expected one of"),
+        ({"steps": "stable", "fenced": False}, "the only publisher, of rank 0"),
+        ({"steps": "stages", "source_rank": 1}, "the only publisher, of rank 0"),
+        ({"steps": "stable", "url": "memory://run"}, "expected a directory"),
+    ],
+)
+def test_steps_that_cannot_be_are_refused(
+    tmp_path: Path, options: Mapping[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make_weight_bridge("files", **{"url": tmp_path / "run", **options})
+
+
+def test_a_version_of_several_ranks_is_no_step(run: Path) -> None:
+    with files(run, steps="stable") as first, files(run, source_rank=1) as second:
+        told = Trainers([first, second]).try_publish([whole(), whole()], 1)
+    print(told)
+    assert all(isinstance(one, IncompatibleUpdate | GroupAborted) for one in told)
+    assert "a step has whole weights" in str(told[0])
+    assert not list(run.glob("*step_*"))
+
+
+def whole() -> Shards:
+    piece = Piece(name="w", global_shape=(4,), offset=(0,), shape=(4,), local_offset=(0,))
+    return {"w": torch.zeros(4)}, {"w": Placement(dtype="float32", shape=(4,), pieces=(piece,))}
