@@ -1,7 +1,7 @@
 """What the tests of the lower layers share: manifests, weights, forked children."""
 
-import json
 import itertools
+import json
 import os
 import signal
 import threading

@@ -32,7 +32,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.testing.faults import arena_address, flip_byte
-from rl_bridge.testing.processes import free_port, until
+from rl_bridge.testing.processes import DEADLINE_S, free_port, until
 from rl_bridge.trainers import StateDictExtractor, read_peft
 from rl_bridge.vllm import VLLMAdapterFiles, VLLMEngineAdapter
 from tests.engines.adapter_suite import LONG_RUNS, Adapted, check_a_long_run, of_rank, spec_of
@@ -552,11 +552,19 @@ def test_a_rank_of_its_trainer_that_is_killed_is_named_and_the_version_before_se
     assert told(prime.adapted, "unload_lora_adapter", {"lora_name": "my_lora"}) == (200, "ok")
 
 
-def test_whole_weights_of_prime_rl_s_trainer_are_broadcast_to_the_servers(
-    adapted: ServerAdapted, checkpoints: Checkpoints, tmp_path: Path
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"type": "nccl", "backend": "gloo"},
+        {"type": "filesystem"},
+        {"type": "filesystem", "handshake": "stages", "timeout": 60.0},
+    ],
+    ids=["nccl", "stable", "stages"],
+)
+def test_whole_weights_of_prime_rl_s_trainer_are_brought_to_the_servers(
+    adapted: ServerAdapted, checkpoints: Checkpoints, tmp_path: Path, section: dict[str, object]
 ) -> None:
     weights = load_file(f"{checkpoints.path(KIND, 0)}/model.safetensors")
-    section = {"type": "nccl", "backend": "gloo"}
     config = PrimeRLConfig.model_validate({"weight_broadcast": section}).weight_broadcast
 
     async def updated(step: int) -> None:
@@ -565,10 +573,14 @@ def test_whole_weights_of_prime_rl_s_trainer_are_broadcast_to_the_servers(
             with closing(one):
                 await one.update_weights(tmp_path / "broadcasts" / f"step_{step}", step=step)
 
-    with setup_weight_broadcast(tmp_path, config) as broadcast:
+    with setup_weight_broadcast(tmp_path, config) as broadcast, ThreadPoolExecutor(1) as trainer:
         for step in (1, 2):
-            broadcast.broadcast_weights(StateDictExtractor(weights), step)
+            source = StateDictExtractor(weights)
+            done = trainer.submit(broadcast.broadcast_weights, source, step)
+            if section.get("handshake") != "stages":  # there it waits for the orchestrator
+                done.result(DEADLINE_S)
             asyncio.run(updated(step))
+            done.result(DEADLINE_S)
             assert adapted.engine.label().startswith(f"{step}@")
             assert adapted.engine.answers() == adapted.fresh[0]
 

@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from pydantic import ValidationError
 from torch.nn import Linear, Module
+from transformers import LlamaForCausalLM
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.compat.prime_rl import (
@@ -35,7 +37,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.manifest import AdapterSpec
-from rl_bridge.testing.processes import free_port
+from rl_bridge.testing.processes import DEADLINE_S, free_port, until
 from rl_bridge.trainers import StateDictExtractor, read_peft
 from tests.trainers import peft_cases
 from tests.trainers_torch.worlds import World
@@ -83,6 +85,7 @@ def test_the_two_sections_of_its_toml_are_read_and_others_are_left_alone(tmp_pat
         ({"weight_broadcast": {"type": "nixl"}}, "model.lora is not set"),
         ({"weight_broadcast": {"type": "rdma"}}, "'filesystem', 'nccl', 'nixl'"),
         ({"weight_broadcast": {"type": "filesystem", "prot": 1}}, "prot"),
+        ({"weight_broadcast": {"handshake": "none", "type": "filesystem"}}, "'stable' or 'stages'"),
         ({"model": {"lora": {"alpha": 0}}}, "greater than 0"),
     ],
 )
@@ -319,15 +322,14 @@ def test_adapters_are_written_as_directories_of_peft_and_marked_when_they_are_wh
     with setup_weight_broadcast(tmp_path, config, LoRAConfig(alpha=4)) as broadcast:
         broadcast.broadcast_weights(model, 3)  # it begins anew, from an earlier step
         assert (folder / "STABLE").exists()
-        assert not (tmp_path / "broadcasts" / "step_5" / "STABLE").exists()
+        assert not (tmp_path / "broadcasts" / "step_5").exists()
         _, again = read_peft(folder, "policy")
         assert not any(again[name].equal(one) for name, one in tensors.items())
-    with (
-        setup_weight_broadcast(tmp_path, config) as whole,
-        pytest.raises(IncompatibleUpdate, match="files are written of adapters alone"),
-    ):
-        whole.broadcast_weights(model, 4)
-    assert not (tmp_path / "broadcasts" / "step_4").exists()
+        loaded = PeftModel.from_pretrained(Small(), str(folder), adapter_name="policy")
+        assert all(
+            loaded.state_dict()[name.replace(".weight", ".policy.weight")].equal(one)
+            for name, one in get_peft_model_state_dict(model).items()
+        )
     with pytest.raises(MalformedManifest, match="does not name the trainer's parameter servers"):
         trainer_addresses(folder)
     with World(2, tmp_path, "tests.trainers_torch.prime_rl_cases") as world:
@@ -337,6 +339,35 @@ def test_adapters_are_written_as_directories_of_peft_and_marked_when_they_are_wh
         due = read_peft(paths[2], "policy")[1]
         assert all(found[name].equal(one) for name, one in due.items())
         world.run("end")
+
+
+@pytest.mark.parametrize("handshake", ["stable", "stages"])
+def test_whole_weights_are_written_as_checkpoints_which_transformers_loads(
+    paths: list[str], tmp_path: Path, handshake: str
+) -> None:
+    model = peft_cases.base()
+    section = {"type": "filesystem", "handshake": handshake, "timeout": 60.0}
+    config = PrimeRLConfig.model_validate({"weight_broadcast": section}).weight_broadcast
+    options: dict[str, Any] = {"config_dir": paths[0], "keep_last": 1}
+    with (
+        setup_weight_broadcast(tmp_path, config, **options) as broadcast,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for step in (1, 2):
+            with torch.no_grad():
+                for one in model.parameters():
+                    one.add_(step)
+            folder = tmp_path / "broadcasts" / f"step_{step}"
+            done = pool.submit(broadcast.broadcast_weights, model, step)
+            if handshake == "stages":  # as an orchestrator that knows nothing of rl_bridge
+                until((folder / ".sender_ready").exists, what="the version is offered")
+                (folder / ".receiver_ready").touch()
+            last = ".finished" if handshake == "stages" else "STABLE"
+            until((folder / last).exists, what="the version is there")
+            found = LlamaForCausalLM.from_pretrained(folder).state_dict()
+            done.result(DEADLINE_S)
+            assert all(found[name].equal(one) for name, one in model.state_dict().items())
+        assert not (tmp_path / "broadcasts" / "step_1").exists()
 
 
 def test_whole_weights_are_sent_with_the_adapter_merged_in(tmp_path: Path) -> None:
