@@ -168,7 +168,7 @@ class PublisherEnd(ABC):
     def offering(
         self, weight_version: int, *, is_part: bool, pause: Callable[[float], None]
     ) -> AbstractContextManager[None]:
-        """Around the publication of a version: wait until those are ready who receive it.
+        """Wait until those are ready who receive a version, which the block publishes.
 
         Where the block raises, nothing was published. This one waits for nobody.
 

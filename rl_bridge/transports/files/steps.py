@@ -29,7 +29,6 @@ from N on: they are of a life of the training that went further. Steps below N s
 what it goes on from.
 """
 
-import errno
 import logging
 import os
 import re
@@ -94,7 +93,7 @@ class Steps:
 
     @contextmanager
     def offered(self, step: int, pause: Callable[[float], None]) -> Iterator[None]:
-        """Around the publication of a version: offer it, and take it back if it fails.
+        """Offer a version, and take it back where the block fails, which publishes it.
 
         Args:
             step: the version.
@@ -107,9 +106,8 @@ class Steps:
         """
         folder = step_folder(self._root, step)
         take_back_from(self._root, step)
-        with _told(folder):
-            if folder.exists():  # it has more than links, which are somebody else's
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        if folder.exists():
+            raise _no_step(folder, "it holds more than links and markers")
         self._offered = folder
         try:
             if self._handshake == "stages":
@@ -251,11 +249,14 @@ def _told(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        msg = (
-            f"{folder} cannot be a step: {error.strerror}. Move away what is there, or name a "
-            "directory that this user may write to."
-        )
-        raise WeightBridgeUnavailableError(msg) from error
+        raise _no_step(folder, error.strerror or str(error)) from error
+
+
+def _no_step(folder: Path, cause: str) -> WeightBridgeUnavailableError:
+    return WeightBridgeUnavailableError(
+        f"{folder} cannot be a step: {cause}. Move away what is there, or name a directory that "
+        "this user may write to."
+    )
 
 
 # ---- the orchestrator's side ---------------------------------------------------------------------
