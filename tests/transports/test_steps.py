@@ -20,6 +20,7 @@ from safetensors.torch import load, load_file
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.bridge import FilesTensorBridge
+from rl_bridge.compat.prime_rl import receive_step
 from rl_bridge.errors import (
     BridgeClosed,
     DeadlineExceeded,
@@ -29,7 +30,6 @@ from rl_bridge.errors import (
 )
 from rl_bridge.groups import Piece, Placement
 from rl_bridge.testing.processes import DEADLINE_S, Child, until
-from rl_bridge.transports.files.steps import receive_step
 from tests.groups.meshes import Shards
 from tests.groups.rig import Trainers
 from tests.helpers import die_before_a_change, stop
@@ -91,6 +91,9 @@ class Outside:
         if self.loaded[-1:] != [(life, step)]:
             self.loaded.append((life, step))
 
+    def wait_for(self, life: int, step: int) -> None:
+        until(lambda: (life, step) in self.loaded, what=f"step {step} is loaded")
+
     def follow(self) -> None:
         while not self._is_over.is_set():
             self.look()
@@ -113,7 +116,7 @@ def test_an_orchestrator_that_knows_nothing_of_rl_bridge_gets_each_version(
     with Outside(run, handshake).following() as outside, files(run, steps=handshake) as trainer:
         for step in (0, 1, 5):
             publish(trainer, step)
-            until(lambda step=step: (0, step) in outside.loaded, what=f"step {step} is loaded")
+            outside.wait_for(0, step)
     with files(run) as reader:  # the same version, as bridges read it
         newest = reader.newest()
         assert newest is not None
@@ -151,7 +154,7 @@ def test_a_receiver_that_never_comes_is_an_error_in_time_and_the_next_version_is
         assert trainer.versions() == []
     with files(run, steps="stages") as trainer, Outside(run, "stages").following() as outside:
         publish(trainer, 1)
-        until(lambda: outside.loaded == [(0, 1)], what="step 1 is loaded")
+        outside.wait_for(0, 1)
 
 
 def test_a_trainer_that_waits_answers_others_and_is_ended_by_close(run: Path) -> None:
@@ -178,7 +181,7 @@ def test_a_publication_that_fails_takes_its_offer_back(run: Path) -> None:
         Outside(run, "stages").following(),
         pytest.raises(IncompatibleUpdate),
     ):
-        trainer.publish({"w": "no tensor"}, weight_version=1)  # type: ignore[arg-type]
+        trainer.publish({"w": "no tensor"}, weight_version=1)
     assert not list(run.glob("*step_*"))
 
 

@@ -31,6 +31,7 @@ from rl_bridge.compat.prime_rl.trainer import (
     WeightBroadcast,
     setup_weight_broadcast,
 )
+from rl_bridge.transports.files.steps import receive_step
 
 __all__ = [
     "FileSystemWeightBroadcast",
@@ -51,6 +52,7 @@ __all__ = [
     "WeightBroadcastConfig",
     "check_server_names",
     "newest_version",
+    "receive_step",
     "setup_weight_broadcast",
     "trainer_addresses",
 ]
