@@ -88,7 +88,7 @@ class Steps:
             for path in root.glob(".step_*-*"):
                 shutil.rmtree(path, ignore_errors=True)
             for _, folder in _steps_in(root):
-                if _is_view(folder) and not _is_finished(folder):
+                if not _is_finished(folder):
                     _take_back(folder)
 
     @contextmanager
@@ -202,7 +202,7 @@ def _take_back(folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink()
         sync_folder(folder.parent)
-    elif _is_view(folder):  # in one step, so that no marker outlives another one
+    elif _is_view(folder):  # in one move, so that no marker outlives another one
         aside = folder.with_name(f".{folder.name}-{secrets.token_hex(8)}")
         folder.rename(aside)
         sync_folder(folder.parent)
