@@ -68,7 +68,7 @@ class Rig:
         for owner in self.owners:
             owner.call("help_raw", on=True)
         try:
-            return max(self._all("raw_read", owners=places, as_one=as_one))
+            return max(map(float, self._all("raw_read", owners=places, as_one=as_one)))
         finally:
             for owner in self.owners:
                 owner.call("help_raw", on=False)

@@ -2,15 +2,17 @@
 
 import itertools
 import os
+import secrets
+import shutil
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rl_bridge.memory import vm
 
-__all__ = ["replace_durably", "sync_folder", "write_beside", "write_durably"]
+__all__ = ["replace_durably", "sync_folder", "whole_directory", "write_beside", "write_durably"]
 
 _MAX_IOVECS = 1024
 _WRITE_NBYTES = 8 << 20
@@ -84,3 +86,26 @@ def write_beside(folder: Path, name: str, content: bytes, *, mode: int = 0o644) 
         beside.unlink()
     write_durably(beside, [content], mode=mode)
     return beside
+
+
+@contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """Make a directory that is there with all its files, or not at all.
+
+    Yields the directory to write into, under a hidden name; its files are to be synced. It takes
+    the place of an empty one.
+
+    Raises:
+        OSError: it cannot be made.
+
+    """
+    made = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    made.mkdir()
+    try:
+        yield made
+        sync_folder(made)
+        made.rename(target)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    sync_folder(target.parent)

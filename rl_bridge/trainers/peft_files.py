@@ -8,8 +8,6 @@ from files is whatever they hold: only a version that travels over a bridge is v
 import importlib
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate, MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import thaw
+from rl_bridge.memory.durable import whole_directory, write_durably
 
 __all__ = ["read_peft", "write_peft"]
 
@@ -48,21 +47,13 @@ def write_peft(
     config = json.dumps({**_plain(spec), "inference_mode": True}, indent=2, sort_keys=True)
     if target.exists():
         raise _unwritable(spec, target, "it exists already")
+    # (Copies: safetensors refuses tensors that lie in one memory.)
+    copies = {name: one.detach().cpu().clone() for name, one in tensors.items()}
+    weights = safetensors.save(copies, metadata={"format": "pt"})
     try:
-        made = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-        made.mkdir()
-        try:
-            # (Copies: safetensors refuses tensors that lie in one memory.)
-            copies = {name: one.detach().cpu().clone() for name, one in tensors.items()}
-            safetensors.save_file(copies, made / _WEIGHTS, metadata={"format": "pt"})
-            (made / _CONFIG).write_text(f"{config}\n", encoding="utf-8")
-            for path in (made / _WEIGHTS, made / _CONFIG, made):
-                _sync(path)
-            made.rename(target)
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
-        _sync(target.parent)
+        with whole_directory(target) as made:
+            write_durably(made / _WEIGHTS, [weights])
+            write_durably(made / _CONFIG, [f"{config}\n".encode()])
     except OSError as error:
         raise _unwritable(spec, target, error.strerror or str(error)) from error
 
@@ -149,11 +140,3 @@ def _safetensors() -> Any:
     except ImportError as error:
         msg = f"files of adapters need safetensors ({error}). Install it: pip install safetensors."
         raise WeightBridgeUnavailableError(msg) from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -44,11 +44,11 @@ from rl_bridge.groups import (
     StoreOptions,
 )
 from rl_bridge.manifest import AdapterSpec, WeightUpdateManifest
+from rl_bridge.memory.durable import replace_durably
 from rl_bridge.trainers import FSDPWeightExtractor, StateDictExtractor, WeightExtractor
 from rl_bridge.trainers.chunks import whole_copies, wire_name
 from rl_bridge.trainers.gather import broadcast_json
 from rl_bridge.trainers.meshes import MeshView, is_dtensor, largest_mesh, local_of
-from rl_bridge.transports.files.durable import replace_durably
 from rl_bridge.transports.files.steps import step_folder, take_back_from
 from rl_bridge.transports.files.store import MANIFEST
 from rl_bridge.transports.files.store import MARKER as STABLE

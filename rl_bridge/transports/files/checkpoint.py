@@ -7,8 +7,6 @@ the tokenizer's. They go along wherever a version is written.
 import json
 import logging
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.durable import sync_folder, write_durably
+from rl_bridge.memory.durable import whole_directory, write_durably
 from rl_bridge.transports.files.layout import INDEX, layout_of
 from rl_bridge.transports.files.store import (
     GROUP_MANIFEST,
@@ -122,20 +120,12 @@ def write_checkpoint(
     """
     require_free(directory)
     target = Path(directory).absolute()
+    found: dict[str, int] = {}
     try:
-        made = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-        made.mkdir()
-        try:
-            found: dict[str, int] = {}
+        with whole_directory(target) as made:
             for file, pieces in _contents(manifest, tensors, configs, file_nbytes):
                 write_durably(made / file, pieces)
                 found[file] = sum(len(one) for one in pieces)
-            sync_folder(made)
-            made.rename(target)  # which takes the place of an empty one
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
-        sync_folder(target.parent)
     except OSError as error:
         raise _unwritable(target, error.strerror or str(error)) from error
     return found

@@ -33,13 +33,13 @@ from pydantic import ValidationError
 from rl_bridge.errors import SegmentError, VersionNotFound, WeightBridgeUnavailableError
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory.control import Record
-from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.durable import (
     replace_durably,
     sync_folder,
     write_beside,
     write_durably,
 )
+from rl_bridge.memory.holding import Holding
 from rl_bridge.transports.files.steps import take_back_of
 from rl_bridge.transports.files.store import (
     KEPT,

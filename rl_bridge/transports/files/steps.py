@@ -41,8 +41,8 @@ from pathlib import Path
 from typing import Literal
 
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
-from rl_bridge.transports.base import checked_seconds
 from rl_bridge.memory.durable import sync_folder, write_durably
+from rl_bridge.transports.base import checked_seconds
 from rl_bridge.transports.files.store import MARKER, FileContent
 
 __all__ = ["Handshake", "Steps", "receive_step", "step_folder", "take_back_from", "take_back_of"]
