@@ -326,6 +326,9 @@ class Publisher:
                 self._check_open()
             if self.last_version is not None and weight_version <= self.last_version:
                 raise not_above(weight_version, self.last_version, self.publisher_id)
+            if not self.end.offers:
+                yield
+                return
             with self.end.offering(weight_version, is_part=is_part, pause=self._pause):
                 yield
 

@@ -384,6 +384,7 @@ class AroundPublisher(PublisherEnd):
         self.inner = inner
         self.place = inner.place
         self.columns = inner.columns
+        self.offers = inner.offers
         vars(self)["shows"] = inner.shows
 
     def offering(

@@ -158,19 +158,21 @@ class PublisherEnd(ABC):
             of some columns reads only those. It costs the publisher up to half of the pass that
             seals a version, so it is worth it where reading is dearer than that.
         shows: whether it has `show`.
+        offers: whether it has `offering`.
 
     """
 
     place: Place = CPU_PLACE
     columns: bool = False
     shows: ClassVar[bool] = False
+    offers: bool = False
 
     def offering(
         self, weight_version: int, *, is_part: bool, pause: Callable[[float], None]
     ) -> AbstractContextManager[None]:
         """Wait until those are ready who receive a version, which the block publishes.
 
-        Where the block raises, nothing was published. This one waits for nobody.
+        Only if `offers`. Where the block raises, nothing was published.
 
         Args:
             weight_version: the version.
@@ -182,8 +184,7 @@ class PublisherEnd(ABC):
             WeightBridgeError: nothing was published.
 
         """
-        del weight_version, is_part, pause
-        return nullcontext()
+        raise NotImplementedError
 
     @abstractmethod
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args
@@ -379,6 +379,7 @@ class FilesPublisher(PublisherEnd):
             except BaseException:
                 self.writer.close()
                 raise
+        self.offers = self._steps is not None
         self._arena: Pin | None = None  # of the version that is being published
         self._headers: dict[str, bytes] = {}
         self.names: dict[str, str] = {}
@@ -392,9 +393,8 @@ class FilesPublisher(PublisherEnd):
     def offering(
         self, weight_version: int, *, is_part: bool, pause: Callable[[float], None]
     ) -> AbstractContextManager[None]:
-        """Offer a step to its receiver, where versions are shown as steps."""
-        if self._steps is None:
-            return nullcontext()
+        """Offer a step to its receiver."""
+        assert self._steps is not None  # as it offers
         if is_part:
             msg = (
                 f"version {weight_version} is one of several ranks, and a step has whole weights: "
