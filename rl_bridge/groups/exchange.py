@@ -359,7 +359,12 @@ class ProcessGroupExchange(GroupExchange):
             return self._gathered(payload, limit)
         except RuntimeError as error:
             self._is_lost = True
-            what = f"{error}. The process group is lost: make a new one"
+            # (torch's text has a dump of its frames behind the first line, and names no rank.)
+            cause = str(error).partition("\n")[0].rstrip(".")
+            what = (
+                f"one of them died or was late ({cause}). The process group is lost: make a new "
+                "one. An exchange over a store names the rank (StoreExchange)"
+            )
             raise GroupAborted(not_together(step, self.rank, what)) from error
         except BaseException:
             self._is_lost = True

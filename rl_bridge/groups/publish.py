@@ -323,12 +323,12 @@ def read_messages(step: str, payloads: Sequence[bytes]) -> list[dict[str, Any]]:
 class _Run:
     """One publication on this rank, and how far it got."""
 
-    source: Source
-    placements: Mapping[str, Placement]
+    give: Callable[[], tuple[Source, Mapping[str, Placement]]]
     version: int
     metadata: Mapping[str, JSONValue]
     trainable: Iterable[str] | None
     adapter: AdapterSpec | None
+    placements: Mapping[str, Placement] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     flags: frozenset[str] | None = None
     text: str = ""
@@ -415,8 +415,40 @@ class GroupPublisher:
             Exception: this rank's own failure, unchanged; the others get `GroupAborted`.
 
         """
+        return self.publish_from(
+            lambda: (source, placements or {}),
+            weight_version=weight_version,
+            metadata=metadata,
+            trainable=trainable,
+            adapter=adapter,
+        )
+
+    @deferred_interrupts()
+    def publish_from(
+        self,
+        give: Callable[[], tuple[Source, Mapping[str, Placement]]],
+        *,
+        weight_version: int,
+        metadata: Mapping[str, JSONValue] | None = None,
+        trainable: Iterable[str] | None = None,
+        adapter: AdapterSpec | None = None,
+    ) -> GroupManifest:
+        """Publish what a function gives: if it raises, the other ranks are told at once.
+
+        Args:
+            give: gives source and placements of `publish`, which has the other arguments, too.
+            weight_version: see `publish`.
+            metadata: see `publish`.
+            trainable: see `publish`.
+            adapter: see `publish`.
+
+        Raises:
+            WeightBridgeError: what `publish` raises.
+            Exception: what `give` raises, unchanged; the others get `GroupAborted`.
+
+        """
         self._exchange.begin()
-        run = _Run(source, placements or {}, weight_version, metadata or {}, trainable, adapter)
+        run = _Run(give, weight_version, metadata or {}, trainable, adapter)
         try:
             self._agree(run)
             self._commit(run)
@@ -561,18 +593,19 @@ class GroupPublisher:
 
     def _hello(self, run: "_Run") -> dict[str, JSONValue]:
         run.version = checked_version(run.version)
-        if isinstance(run.source, WeightExtractor):
-            run.placements = run.placements or run.source.placements()
-            run.adapter = run.adapter or run.source.adapter
+        source, run.placements = run.give()
+        if isinstance(source, WeightExtractor):
+            run.placements = run.placements or source.placements()
+            run.adapter = run.adapter or source.adapter
         if run.adapter is not None:
             run.metadata = run.adapter.to_metadata(run.metadata)
-        run.tensors = named_tensors(run.source)
+        run.tensors = named_tensors(source)
         mine = self._mine if self._mine and self._mine.placements == run.placements else None
         if mine is None or not mine.has_placed(run.tensors):
             check_placements(self._exchange.rank, run.tensors, run.placements)
             text = placements_text(run.placements) if mine is None else mine.text
             mine = _Mine(dict(run.placements), text)
-        run.flags = trainable_names(run.source, run.tensors, run.trainable)
+        run.flags = trainable_names(source, run.tensors, run.trainable)
         self._mine, run.text = mine, mine.text
         publisher = self.bridge.publisher
         return {

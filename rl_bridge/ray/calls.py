@@ -7,7 +7,7 @@ actors are JSON (`Announcement`, `RolloutAnswer`), checked when they come.
 
 import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from importlib import import_module
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -108,17 +108,21 @@ def awaited(name: str, what: str, reference: Any, deadline: Deadline) -> Steps[A
     return result_of(name, what, reference, deadline)
 
 
-def ended(name: str, what: str, reference: Any, deadline: Deadline) -> Steps[None]:
-    """Wait until an actor has answered, with a result or an error, as one of several steps.
+def ended(name: str, what: str, reference: Any) -> Steps[None]:
+    """Have an actor's earlier call answered, with a result or an error, as the first of its steps.
 
     Raises:
-        DeadlineExceeded: no answer in time; it may still come.
+        DeadlineExceeded: there is no answer yet; it may still come.
 
     """
     yield reference
-    found, _ = require().wait([reference], timeout=deadline.left_s)
+    found, _ = require().wait([reference], timeout=0)
     if not found:
-        raise DeadlineExceeded(_no_answer(name, what, deadline))
+        raise DeadlineExceeded(
+            f"actor {name!r} did not {what}: it has not answered the call before, so it was not "
+            "waited for. It may still come back, and is asked again with the next version; or "
+            "replace it: RolloutFleet.join(name, actor)."
+        )
 
 
 def _no_answer(name: str, what: str, deadline: Deadline) -> str:
@@ -130,11 +134,12 @@ def _no_answer(name: str, what: str, deadline: Deadline) -> str:
 
 
 def side_by_side(
-    steps: Mapping[str, Steps[T]], deadline: Deadline
+    steps: Mapping[str, Steps[T]], deadline: Deadline, *, late: Collection[str] = ()
 ) -> tuple[dict[str, T], dict[str, Exception]]:
     """Take the steps of several actors; each goes on when its own answer is there.
 
-    When the time is over, steps whose answer is missing raise.
+    When the time is over, steps whose answer is missing raise. Those of `late` actors, which missed
+    an earlier deadline, have as long as the others take.
 
     Returns:
         Name -> the result of its steps, and name -> their error; in the order of `steps`.
@@ -155,7 +160,9 @@ def side_by_side(
                 raised[name] = error
         found: list[Any] = []
         if waiting:
-            found, _ = ray.wait(list(waiting), timeout=deadline.left_s)
+            is_waited_for = any(name not in late for name in waiting.values())
+            left_s = deadline.left_s if is_waited_for else 0
+            found, _ = ray.wait(list(waiting), timeout=left_s)
         turns = [waiting.pop(one) for one in found or list(waiting)]
     return _in_order(steps, given), _in_order(steps, raised)
 

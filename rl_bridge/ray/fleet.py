@@ -1,7 +1,8 @@
 """The driver: it sends one version to many rollout actors, each by its own transport.
 
 A rollout that dies, hangs or refuses holds no other rollout up: each call has a deadline, and its
-error is recorded for this rollout. A rollout that Ray started anew has no transport; it joins again
+error is recorded for this rollout. One that missed a deadline is waited for no more until it has
+answered. A rollout that Ray started anew has no transport; it joins again
 by itself at the next update.
 """
 
@@ -244,12 +245,14 @@ class RolloutFleet:
         for member in members.values():
             member.answer = None
         deadline = Deadline(self._timeout_s)
+        late = {name for name, member in members.items() if member.call is not None}
         answers, raised = side_by_side(
             {
-                name: self._installing(name, member, manifests, deadline)
+                name: self._installing(name, member, manifests, deadline, late)
                 for name, member in members.items()
             },
             deadline,
+            late=late,
         )
         lost: dict[str, WeightBridgeError] = {}
         for name, error in raised.items():
@@ -263,17 +266,24 @@ class RolloutFleet:
         )
 
     def _installing(
-        self, name: str, member: _Member, manifests: Mapping[str, bytes], deadline: Deadline
+        self,
+        name: str,
+        member: _Member,
+        manifests: Mapping[str, bytes],
+        deadline: Deadline,
+        late: set[str],
     ) -> Steps[RolloutAnswer]:
         """The steps to a rollout's answer; it joins again if it has to.
 
-        If they fail, it stays a member and is asked again next time.
+        If they fail, it stays a member and is asked again next time. One that is `late` with an
+        earlier answer costs its deadline once; from then on the others are waited for, and not it.
         """
         manifest = manifests.get(member.choice.channel)
         if manifest is not None:
             what = f"install version {self.weight_version}"
             if member.call is not None:
-                yield from ended(name, f"{what}, or the one before", member.call, deadline)
+                yield from ended(name, what, member.call)
+                late.discard(name)
             call = member.call = member.actor.update_weights.remote(manifest)
             answer = _answer((yield from awaited(name, what, call, deadline)))
             member.call = None

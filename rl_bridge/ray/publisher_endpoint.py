@@ -263,7 +263,7 @@ class PublisherEndpoint:
         made: dict[str, WeightUpdateManifest] = {}
         try:
             for name, one in sorted(self._channels.items()):  # in the same order on all ranks
-                made[name] = self._publish(one, self._source(), weight_version, metadata)
+                made[name] = self._publish(one, self._source, weight_version, metadata)
             _require_one_root(made)
             self._journal.reserve(weight_version)
         except BaseException:
@@ -328,15 +328,17 @@ class PublisherEndpoint:
     def _publish(
         self,
         channel: _Channel,
-        source: Source,
+        source: Callable[[], Source],
         version: int,
         metadata: Mapping[str, JSONValue] | None,
     ) -> WeightUpdateManifest:
         """Publish alone, or this rank's part when all others publish theirs."""
-        if channel.group is None or self._group is None:
-            return channel.bridge.publish(source, weight_version=version, metadata=metadata)
-        placements = self._group.placements()
-        return channel.group.publish(source, placements, weight_version=version, metadata=metadata)
+        group = self._group
+        if channel.group is None or group is None:
+            return channel.bridge.publish(source(), weight_version=version, metadata=metadata)
+        return channel.group.publish_from(
+            lambda: (source(), group.placements()), weight_version=version, metadata=metadata
+        )
 
     @property
     def _current(self) -> WeightUpdateManifest | None:
@@ -370,7 +372,7 @@ class PublisherEndpoint:
         sealed = seal.current
         assert sealed is not None
         with self._opened(seal.bridge, sealed) as weights:
-            made = self._publish(channel, weights, sealed.weight_version, self._metadata)
+            made = self._publish(channel, lambda: weights, sealed.weight_version, self._metadata)
         _require_one_root({"the sealed one": sealed, "the new one": made})
         channel.current = made
 

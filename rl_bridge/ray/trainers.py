@@ -221,6 +221,7 @@ class Trainers:
             try:
                 answers.append(result_of(self._name(rank), what, call, deadline))
             except Exception as error:  # noqa: BLE001 - raised below, once all have answered
+                error.add_note(f"rl_bridge: this is from {self._name(rank)}, asked to {what}.")
                 errors.append(error)
             else:
                 if answers[-1] == (False, None):

@@ -269,6 +269,7 @@ def test_a_rollout_that_joins_again_does_not_wait_for_one_that_hangs(run: Run) -
     assert update.routable == ("again",)
     assert list(update.lost) == ["hangs"]
     del run.rollouts["hangs"].takes_s["update_weights"]
+    run.cluster.now_s += 1.0
     run.update().require_all()
 
 
@@ -289,8 +290,29 @@ def test_a_rollout_that_hangs_has_one_manifest_to_take_and_then_the_last_one(run
         assert {type(error) for error in run.update().lost.values()} == {DeadlineExceeded}
     assert len(given) == 1
     rollout.takes_s.clear()
+    run.cluster.now_s += 2 * TIMEOUT_S
     run.update().require_all()
     assert len(given) == 2
+
+
+def test_a_rollout_that_hangs_costs_its_deadline_once(run: Run) -> None:
+    run.join("hangs", "serves")
+    run.update().require_all()
+    rollout, serving = run.rollouts["hangs"], run.rollouts["serves"]
+    rollout.takes_s["update_weights"] = 3.5 * TIMEOUT_S
+    assert list(run.update().lost) == ["hangs"]
+    serving.takes_s["update_weights"] = 1.0
+    for _ in range(3):
+        start_s = run.cluster.now_s
+        update = run.update()
+        assert run.cluster.now_s - start_s == 1.0
+        assert update.routable == ("serves",)
+        assert "has not answered the call before" in str(update.lost["hangs"])
+    # What it answers while the others are waited for is early enough.
+    rollout.takes_s.clear()
+    serving.takes_s["update_weights"] = 0.9 * TIMEOUT_S
+    run.cluster.now_s += 2 * TIMEOUT_S
+    run.update().require_all()
 
 
 def publish_late(run: Run) -> None:

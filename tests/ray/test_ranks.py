@@ -80,6 +80,36 @@ def test_where_a_rank_fails_no_rank_publishes_and_the_next_version_goes_through(
     group.update(fleet)
 
 
+def test_a_rank_whose_weights_cannot_be_had_is_named_and_the_others_are_told_at_once(
+    group: GroupRun,
+) -> None:
+    fleet = group.fleet()
+    group.update(fleet)
+    failing, other = group.ranks[1].made, group.ranks[0].made
+    told: list[BaseException] = []
+    publish = other.publish_weights
+
+    def publishing(*given: Any) -> Any:
+        try:
+            return publish(*given)
+        except BaseException as error:
+            told.append(error)
+            raise
+
+    other.publish_weights = publishing
+    version = group.train()
+    del failing.held
+    with pytest.raises(AttributeError, match="held") as raised:
+        fleet.update(version)
+    assert any("trainer rank 1" in note for note in raised.value.__notes__)
+    (error,) = told
+    assert isinstance(error, GroupAborted)
+    assert "rank 1" in str(error)
+    assert "held" in str(error)
+    del other.publish_weights
+    group.update(fleet)
+
+
 def test_ranks_that_name_one_directory_of_state_have_a_part_of_it_each(
     group: GroupRun, tmp_path: Path
 ) -> None:
