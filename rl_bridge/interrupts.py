@@ -55,3 +55,15 @@ def deferred_interrupts() -> Iterator[None]:
         if deferred.is_held:
             # Without the frame that it met: an error that is kept would keep that one's tensors.
             deferred.before(signal.SIGINT, None)
+
+
+def raise_held_interrupt() -> None:
+    """Raise the Ctrl-C that is held back, if there is one: for where a call waits at its beginning.
+
+    Nothing may be half-way. In other threads than the main one it does nothing.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and isinstance(handler, _Deferred) and handler.is_held:
+        handler.is_held = False
+        handler.before(signal.SIGINT, None)

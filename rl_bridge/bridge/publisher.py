@@ -12,13 +12,14 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from rl_bridge.bridge.arguments import in_a_child
 from rl_bridge.errors import BridgeClosed, MalformedManifest, UnknownUpdate
+from rl_bridge.interrupts import raise_held_interrupt
 from rl_bridge.journal import Journal, not_above
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.adapter import AdapterSpec
@@ -161,7 +162,8 @@ class Publisher:
         """
         weight_version = checked_version(weight_version)
         require_supported(metadata)
-        with self._publication(weight_version, is_part=is_part):
+        with self._turn():
+            self._await_turn(weight_version)
             start = time.perf_counter()
             given = self._reader.read(
                 source, trainable, adapter=adapter, merged=merged, base_root=base_root
@@ -174,57 +176,61 @@ class Publisher:
             metadata = freeze(metadata or {})
             if given.spec is not None:
                 metadata = freeze(self._adapter_metadata(given.spec, metadata, plan.table))
-            update_id = uuid.uuid4().hex
-            carried = self.end.carry(plan, given.tensors, update_id)
-            sealed = time.perf_counter()
-            try:
-                manifest = WeightUpdateManifest(
-                    update_id=update_id,
-                    publisher_id=self.publisher_id,
-                    source_worker=self._source_worker,
-                    source_rank=self._source_rank,
-                    weight_version=weight_version,
-                    transport=self._transport_name,
-                    metadata=metadata,
-                    handle=dict(carried.handle),
-                    digests=carried.digests,
-                    columns=plan.columns_digest,
-                    table=plan.table,
-                )
-                self.end.seal_header(update_id, manifest.header_digest)
-                look_for_suspicion(self.suspicious, self.latest, manifest, is_part=is_part)
-                _LOG.info(
-                    "publishing version %d: %d tensors, %d bytes, %.1f ms so far, update %s",
-                    weight_version,
-                    len(plan.table.rows),
-                    plan.table.total_nbytes,
-                    (time.perf_counter() - start) * 1e3,
-                    update_id,
-                )
-                if self._journal is not None:
-                    self._journal.reserve(weight_version)
-                if self.end.shows:
-                    self.end.show(manifest, is_part=is_part)
-                lifecycle = Lifecycle(
-                    Role.PUBLISHER,
-                    update_id=update_id,
-                    weight_version=weight_version,
-                    observer=self._observer,
-                )
-                timings = {
-                    "gather": (gathered - start) * 1e3,
-                    **carried.timings_ms,
-                    "seal": (time.perf_counter() - sealed) * 1e3,
-                    "publish": (time.perf_counter() - start) * 1e3,
-                }
-            except BaseException:
-                self.end.release(update_id)
-                raise
-            self._updates[update_id] = _Published(manifest, lifecycle, timings)
-            self.last_version, self.latest = weight_version, manifest
-            lifecycle.fire(Event.PUBLISH)
-            self._forget_old()
-            return manifest
+            offering: AbstractContextManager[None] = nullcontext()
+            if self.end.offers:
+                offering = self.end.offering(weight_version, is_part=is_part, pause=self._pause)
+            with offering:
+                update_id = uuid.uuid4().hex
+                carried = self.end.carry(plan, given.tensors, update_id)
+                sealed = time.perf_counter()
+                try:
+                    manifest = WeightUpdateManifest(
+                        update_id=update_id,
+                        publisher_id=self.publisher_id,
+                        source_worker=self._source_worker,
+                        source_rank=self._source_rank,
+                        weight_version=weight_version,
+                        transport=self._transport_name,
+                        metadata=metadata,
+                        handle=dict(carried.handle),
+                        digests=carried.digests,
+                        columns=plan.columns_digest,
+                        table=plan.table,
+                    )
+                    self.end.seal_header(update_id, manifest.header_digest)
+                    look_for_suspicion(self.suspicious, self.latest, manifest, is_part=is_part)
+                    _LOG.info(
+                        "publishing version %d: %d tensors, %d bytes, %.1f ms so far, update %s",
+                        weight_version,
+                        len(plan.table.rows),
+                        plan.table.total_nbytes,
+                        (time.perf_counter() - start) * 1e3,
+                        update_id,
+                    )
+                    if self._journal is not None:
+                        self._journal.reserve(weight_version)
+                    if self.end.shows:
+                        self.end.show(manifest, is_part=is_part)
+                    lifecycle = Lifecycle(
+                        Role.PUBLISHER,
+                        update_id=update_id,
+                        weight_version=weight_version,
+                        observer=self._observer,
+                    )
+                    timings = {
+                        "gather": (gathered - start) * 1e3,
+                        **carried.timings_ms,
+                        "seal": (time.perf_counter() - sealed) * 1e3,
+                        "publish": (time.perf_counter() - start) * 1e3,
+                    }
+                except BaseException:
+                    self.end.release(update_id)
+                    raise
+                self._updates[update_id] = _Published(manifest, lifecycle, timings)
+                self.last_version, self.latest = weight_version, manifest
+                lifecycle.fire(Event.PUBLISH)
+                self._forget_old()
+                return manifest
 
     def release(self, update_id: str) -> None:
         """Let the update's memory be reused once its readers are gone; unknown ids are ignored."""
@@ -317,20 +323,13 @@ class Publisher:
                 del self._updates[update_id]
                 surplus -= 1
 
-    @contextmanager
-    def _publication(self, weight_version: int, *, is_part: bool) -> Iterator[None]:
-        """A turn in which a version is published, once its receivers are ready."""
-        with self._turn():
-            while self._is_pausing:
-                self._turns.wait(_LOOK_S)
-                self._check_open()
-            if self.last_version is not None and weight_version <= self.last_version:
-                raise not_above(weight_version, self.last_version, self.publisher_id)
-            if not self.end.offers:
-                yield
-                return
-            with self.end.offering(weight_version, is_part=is_part, pause=self._pause):
-                yield
+    def _await_turn(self, weight_version: int) -> None:
+        """Let a publication end that waits for its receivers; the version must be a later one."""
+        while self._is_pausing:
+            self._turns.wait(_LOOK_S)
+            self._check_open()
+        if self.last_version is not None and weight_version <= self.last_version:
+            raise not_above(weight_version, self.last_version, self.publisher_id)
 
     def _pause(self, seconds: float) -> None:
         """Let others have their turn meanwhile, but for another publication."""
@@ -339,6 +338,7 @@ class Publisher:
             self._turns.wait(seconds)
         finally:
             self._is_pausing = False
+        raise_held_interrupt()  # nothing is half-way: what was offered is taken back
         self._check_open()
 
     @contextmanager

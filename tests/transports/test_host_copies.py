@@ -16,6 +16,7 @@ from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge import FilesTensorBridge
 from rl_bridge.errors import ChecksumMismatch
 from rl_bridge.testing.processes import Child, ChildDied, until
+from rl_bridge.transports.files import host_copies, transport
 from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.transport import Files
 
@@ -61,6 +62,11 @@ def damage(run: Path, *, by: int = 1) -> None:
         last = file.read(1)[0]
         file.seek(-1, os.SEEK_END)
         file.write(bytes([(last + by) % 256]))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "PATIENCE_S", 0.05)
 
 
 def names_of(manifest: WeightUpdateManifest) -> list[Path]:
@@ -166,6 +172,7 @@ def test_engines_that_begin_at_the_same_time_fetch_once(
     assert len(reads) == 3  # two chunks, and the lists
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     ("number", "ends"), [(signal.SIGKILL, True), (signal.SIGSTOP, False)], ids=["killed", "stopped"]
 )
@@ -174,7 +181,7 @@ def test_a_process_that_does_not_end_its_fetch_costs_the_others_one_of_their_own
 ) -> None:
     manifest = publish(trainer, 1)
     engine.call("signal_itself_at_the_second_chunk", number=number)
-    with ThreadPoolExecutor(1) as pool, files(run, timeout_s=0.05) as second:
+    with ThreadPoolExecutor(1) as pool, files(run) as second:
         call: Callable[..., Any] = engine.call
         fetching = pool.submit(call, "read", manifest=manifest.to_json())
         if ends:
@@ -187,6 +194,35 @@ def test_a_process_that_does_not_end_its_fetch_costs_the_others_one_of_their_own
         if not ends:
             os.kill(engine.pid, signal.SIGCONT)
             fetching.result(timeout=60.0)
+
+
+def test_a_fetch_that_is_slow_and_goes_on_is_waited_for(
+    run: Path, trainer: FilesTensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = trainer.publish({"w": torch.zeros(16 << 20)}, weight_version=1)  # one chunk
+    monkeypatch.setattr(transport, "_PIECE_NBYTES", 1 << 20)
+    monkeypatch.setattr(host_copies, "PATIENCE_S", 0.5)
+    reads: list[tuple[Any, ...]] = []
+    original = DirectoryStore.read
+
+    def slow(*given: Any) -> None:
+        reads.append(given)
+        threading.Event().wait(0.02)
+        original(*given)
+
+    monkeypatch.setattr(DirectoryStore, "read", slow)
+    with files(run) as first, files(run) as second, ThreadPoolExecutor(2) as pool:
+        for one in [pool.submit(reader.import_update, manifest) for reader in (first, second)]:
+            one.result(timeout=60.0)
+    assert len(reads) == 64 + 1
+
+
+def test_a_name_that_was_left_in_another_container_goes_with_the_next_reader(run: Path) -> None:
+    left = NAMES / f"rlb-files-{os.geteuid()}-1-{'0' * 32}"
+    left.touch(mode=0o600)
+    with files(run) as trainer, files(run) as reader:
+        reader.import_update(publish(trainer, 1))
+        assert not left.exists()
 
 
 def test_what_is_not_the_version_is_not_offered(run: Path, trainer: FilesTensorBridge) -> None:

@@ -6,6 +6,7 @@
 import itertools
 import os
 import re
+import signal
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,11 @@ from safetensors.torch import load, load_file
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.bridge import FilesTensorBridge
-from rl_bridge.compat.prime_rl import receive_step
+from rl_bridge.compat.prime_rl import (
+    FileSystemWeightBroadcast,
+    FileSystemWeightBroadcastConfig,
+    receive_step,
+)
 from rl_bridge.errors import (
     BridgeClosed,
     DeadlineExceeded,
@@ -30,6 +35,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.groups import Piece, Placement
 from rl_bridge.testing.processes import DEADLINE_S, Child, until
+from rl_bridge.transports.files.steps import StepReceiver
 from tests.groups.meshes import Shards
 from tests.groups.rig import Trainers
 from tests.helpers import die_before_a_change, stop
@@ -349,3 +355,50 @@ def test_a_version_of_several_ranks_is_no_step(run: Path) -> None:
 def half(rank: int) -> Shards:
     piece = Piece(name="w", global_shape=(4,), offset=(2 * rank,), shape=(2,), local_offset=(0,))
     return {"w": torch.zeros(2)}, {"w": Placement(dtype="float32", shape=(2,), pieces=(piece,))}
+
+
+def test_a_receiver_that_stopped_waiting_answers_no_offer(run: Path) -> None:
+    with StepReceiver(run / "step_1", timeout_s=DEADLINE_S) as receiver:
+        assert not receiver.look()
+    with files(run, steps="stages", ready_timeout_s=0.2) as trainer:
+        with pytest.raises(DeadlineExceeded):
+            publish(trainer, 1)
+        assert not trainer.versions()
+
+
+def test_ctrl_c_ends_the_wait_for_a_receiver_and_takes_the_offer_back(run: Path) -> None:
+    offered = run / "step_1" / OFFERED
+
+    def interrupt() -> None:
+        until(offered.exists, what="an offer")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with (
+        files(run, steps="stages", ready_timeout_s=10 * DEADLINE_S) as trainer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        sending = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            publish(trainer, 1)
+        sending.result()
+        assert not trainer.versions()
+        assert not offered.exists()
+
+
+@pytest.mark.parametrize("handshake", HANDSHAKES)
+def test_input_that_is_refused_takes_no_step_back(run: Path, handshake: Any) -> None:
+    with files(run, steps="stable") as trainer:
+        publish(trainer, 1)
+    with files(run, steps=handshake, ready_timeout_s=0.2) as trainer:
+        with pytest.raises(IncompatibleUpdate):
+            trainer.publish({"w": "no tensor"}, weight_version=1)
+        assert (run / "step_1" / "STABLE").exists()
+
+
+def test_an_offer_that_a_killed_trainer_left_goes_when_the_next_one_starts(tmp_path: Path) -> None:
+    left = tmp_path / "broadcasts" / "step_5" / OFFERED
+    left.parent.mkdir(parents=True)
+    left.touch()
+    config = FileSystemWeightBroadcastConfig(handshake="stages")
+    with FileSystemWeightBroadcast(tmp_path, config):
+        assert not left.exists()

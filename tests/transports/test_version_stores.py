@@ -96,6 +96,20 @@ def test_a_collector_that_races_readers_removes_nothing_that_is_leased(
         assert [path.parent.name for path in Path(run).glob(f"0*/{FILE}")] == [name]
 
 
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_version_that_is_sealed_anew_stays_leased(tmp_path: Path, kind: str) -> None:
+    store, one = opened(kind, str(tmp_path / "run")), marker(1)
+    writer = store.open_writer(0, fenced=True)
+    name = version_name(1, one.update_id, one.rank)
+    own = writer.write(name, [(FILE, content(1))], one)
+    with store.leased(name):
+        own = writer.seal_anew(name, own, own.marker.model_copy(update={"is_committed": True}))
+        own.close()
+        assert not store.remove(name)
+    assert store.remove(name)
+    writer.close()
+
+
 # ---- kills ---------------------------------------------------------------------------------------
 
 

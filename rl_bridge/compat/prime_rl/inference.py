@@ -71,7 +71,7 @@ from rl_bridge.errors import (
 from rl_bridge.groups import GroupManifest, slices
 from rl_bridge.manifest import AdapterSpec, WeightUpdateManifest
 from rl_bridge.trainers import write_peft
-from rl_bridge.transports.files.steps import receive_step
+from rl_bridge.transports.files.steps import LOOK_S, StepReceiver
 from rl_bridge.transports.files.store import MANIFEST
 from rl_bridge.transports.files.store import MARKER as STABLE
 from rl_bridge.transports.wire.channel import Channel, Message, Refused, checked_address
@@ -865,7 +865,10 @@ class StaticInferencePool:
             isinstance(config, FileSystemWeightBroadcastConfig) and config.handshake == "stages"
         )
         if is_staged and weight_dir is not None:
-            await asyncio.to_thread(receive_step, folder, timeout_s=config.timeout)
+            with StepReceiver(folder, timeout_s=config.timeout) as receiver:
+                # In this task, and not in a thread: one that is cancelled answers no offer.
+                while not receiver.look():  # noqa: ASYNC110 - a file system has no events
+                    await asyncio.sleep(LOOK_S)
         elif weight_dir is None or not (folder / STABLE).exists():
             msg = f"step {step}: {weight_dir} marks no version: {STABLE} is missing. Wait for it."
             raise MalformedManifest(msg)

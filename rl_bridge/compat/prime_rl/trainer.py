@@ -793,13 +793,18 @@ class FileSystemWeightBroadcast(WeightBroadcast):
         lora_config: LoRAConfig | None = None,
         **options: Any,
     ) -> None:
-        """Configure; nothing is opened.
+        """Configure; offers that a killed trainer left in `output_dir` are taken back.
+
+        An orchestrator that starts at the same time would answer them.
 
         Args:
             output_dir: see `WeightBroadcast`.
             config: with the handshake.
             lora_config: of the adapter; None: the model's whole weights are broadcast.
             options: of the transport ``files``, such as ``config_dir`` and ``keep_last``.
+
+        Raises:
+            WeightBridgeUnavailableError: another trainer has the directory.
 
         """
         super().__init__(output_dir, lora_config)
@@ -810,6 +815,22 @@ class FileSystemWeightBroadcast(WeightBroadcast):
             **options,
         }
         self._bridges: dict[int, TensorBridge] = {}
+        if self.rank == 0 and broadcasts_of(self.output_dir).is_dir():
+            with self._opened(self.output_dir):
+                pass
+
+    def on_run_created(
+        self,
+        run_idx: int,
+        directory: str | Path,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """Register a run, and open its directory. See `WeightBroadcast`."""
+        super().on_run_created(run_idx, directory, parameters, name=name)
+        if self.rank == 0:
+            self._bridges[run_idx] = self._opened(Path(directory))
 
     def on_run_deleted(self, run_idx: int) -> None:
         """Forget a run. See `WeightBroadcast`."""
@@ -826,20 +847,25 @@ class FileSystemWeightBroadcast(WeightBroadcast):
         extractor = _extractor_of(run_idx, run)
         tensors = whole_copies(extractor.full(), is_kept=self.rank == 0)
         if self.rank == 0:
-            bridge = self._bridge_of(run_idx, run.directory)
+            bridge = self._bridges[run_idx]
             manifest = bridge.publish(tensors, weight_version=step, adapter=extractor.adapter)
             bridge.release(manifest.update_id)  # the newest ones stay
 
-    def _bridge_of(self, run_idx: int, directory: Path) -> TensorBridge:
-        if run_idx not in self._bridges:
-            try:
-                directory.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise _unwritable(directory, error) from error
-            self._bridges[run_idx] = make_weight_bridge(
-                "files", url=broadcasts_of(directory), source_worker="trainer", **self._options
-            )
-        return self._bridges[run_idx]
+    def _opened(self, directory: Path) -> TensorBridge:
+        """Open a run's bridge: with that, what is unfinished there is taken back."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(directory, error) from error
+        bridge = make_weight_bridge(
+            "files", url=broadcasts_of(directory), source_worker="trainer", **self._options
+        )
+        try:
+            _ = bridge.publisher  # which makes it
+        except BaseException:
+            bridge.close()
+            raise
+        return bridge
 
 
 class NCCLWeightBroadcast(WeightBroadcast):

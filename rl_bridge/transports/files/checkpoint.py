@@ -22,6 +22,7 @@ from rl_bridge.transports.files.store import (
     GROUP_MANIFEST,
     KEPT,
     LISTS,
+    LOCK,
     MANIFEST,
     MARKER,
     FileContent,
@@ -32,7 +33,7 @@ __all__ = ["ADAPTER_CONFIG", "config_for_peft", "is_config", "require_free", "wr
 _LOG = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
-_OWN = frozenset({MARKER, MANIFEST, GROUP_MANIFEST, LISTS, ADAPTER_CONFIG, INDEX, KEPT})
+_OWN = frozenset({MARKER, MANIFEST, GROUP_MANIFEST, LISTS, ADAPTER_CONFIG, INDEX, KEPT, LOCK})
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 
 

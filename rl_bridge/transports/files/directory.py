@@ -8,12 +8,13 @@
             manifest.json
             group.json                of rank 0's part of a group: the group's manifest
             KEEP                      if somebody said that the version is to stay
+            LOCK                      locked by those who read the version
             STABLE                    the marker: version, update, digest of the manifest's header
         records/                      what consumers report
         step_7                        for others: see `rl_bridge.transports.files.steps`
 
 A version's files are written and synced, then its directory, then the marker, then the directory
-once more; that holds after a crash of the machine, too. A reader holds a shared lock of the marker,
+once more; that holds after a crash of the machine, too. A reader holds a shared lock of ``LOCK``,
 the collector takes an exclusive one before it removes anything. A publisher holds an exclusive lock
 of ``.writer-RANK``, several of one rank a shared one. (Locks of `fcntl`, which NFS has as well.)
 """
@@ -36,13 +37,13 @@ from rl_bridge.memory.control import Record
 from rl_bridge.memory.durable import (
     replace_durably,
     sync_folder,
-    write_beside,
     write_durably,
 )
 from rl_bridge.memory.holding import Holding
 from rl_bridge.transports.files.steps import take_back_of
 from rl_bridge.transports.files.store import (
     KEPT,
+    LOCK,
     MARKER,
     MAX_MARKER_NBYTES,
     MAX_RECORD_NBYTES,
@@ -111,7 +112,7 @@ class DirectoryStore(VersionStore):
 
     def lease(self, name: str) -> Lease:
         """See `VersionStore.lease`."""
-        return _MarkerLock(self.root / name / MARKER)
+        return _VersionLock(self.root / name)
 
     def files(self, name: str) -> dict[str, int]:
         """See `VersionStore.files`."""
@@ -138,11 +139,24 @@ class DirectoryStore(VersionStore):
         except OSError as error:
             raise _unreadable(path, error) from error
         if found != nbytes:
-            raise _wrong_size(path, found, nbytes)
+            raise self.wrong_size(name, file, found, nbytes)
 
     def read(self, name: str, file: str, nbytes: int, pieces: Sequence[tuple[int, Any]]) -> None:
         """See `VersionStore.read`."""
-        _read_ranges(self.root / name / file, nbytes, pieces)
+        path = self.root / name / file
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        try:
+            found = os.fstat(fd).st_size
+            if found != nbytes:
+                raise self.wrong_size(name, file, found, nbytes)
+            _read_ranges(fd, path, pieces)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        finally:
+            os.close(fd)
 
     def open_writer(self, rank: int, *, fenced: bool) -> "VersionWriter":
         """See `VersionStore.open_writer`; what the directory lies in must be there."""
@@ -186,7 +200,7 @@ class DirectoryStore(VersionStore):
     def is_leased(self, name: str) -> bool:
         """See `VersionStore.is_leased`."""
         try:
-            fd = os.open(self.root / name / MARKER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(self.root / name / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return False
         try:
@@ -292,10 +306,6 @@ def _unreadable(path: Path, error: OSError) -> SegmentError:
     return kind(f"{path} {said}: {error.strerror}. Import another version.")
 
 
-def _wrong_size(path: Path, found: int, nbytes: int) -> SegmentError:
-    return SegmentError(f"{path} has {found} bytes, expected {nbytes}. Import another version.")
-
-
 # ---- writing -------------------------------------------------------------------------------------
 
 
@@ -325,8 +335,10 @@ class _Writer(VersionWriter):
     def write(self, name: str, files: Iterable[FileContent], marker: Marker) -> Lease:
         root = self._store.root
         folder, made = root / name, root / f".{self._rank}-{marker.update_id}"
+        lease: _VersionLock | None = None
         try:
             made.mkdir()
+            (made / LOCK).touch(exist_ok=False)
             for file, pieces in files:
                 write_durably(made / file, pieces)
             sync_folder(made)
@@ -334,19 +346,25 @@ class _Writer(VersionWriter):
             sync_folder(root)
             ranks = [one for one in self._store.visible() if one.marker.rank == self._rank]
             sequence = ranks[-1].marker.sequence + 1 if ranks else 1
-            return _mark(folder, marker.model_copy(update={"sequence": sequence}))
+            marker = marker.model_copy(update={"sequence": sequence})
+            # Leased before anybody sees it: no collector comes in between.
+            lease = _VersionLock(folder, marker)
+            replace_durably(folder, MARKER, marker.model_dump_json().encode())
         except BaseException:
+            if lease is not None:
+                lease.close()
             shutil.rmtree(made, ignore_errors=True)
             self._store.remove(name)
             raise
+        return lease
 
     def add(self, name: str, file: str, content: bytes) -> None:
         replace_durably(self._store.root / name, file, content)
 
     def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
-        sealed = _mark(self._store.root / name, marker)
-        lease.close()
-        return sealed
+        replace_durably(self._store.root / name, MARKER, marker.model_dump_json().encode())
+        lease.marker = marker
+        return lease
 
     def sweep(self) -> None:
         if not self._is_fenced:
@@ -359,50 +377,22 @@ class _Writer(VersionWriter):
         self._held.dispose()
 
 
-def _mark(folder: Path, marker: Marker) -> Lease:
-    """Make a version visible: all of it must be on disk. A marker that is there is replaced.
-
-    It is leased before anybody sees it: no collector comes in between.
-    """
-    beside = write_beside(folder, MARKER, marker.model_dump_json().encode())
-    lease = _MarkerLock(beside)
-    try:
-        beside.rename(folder / MARKER)
-        sync_folder(folder)
-    except BaseException:
-        lease.close()
-        raise
-    return lease
-
-
 # ---- reading -------------------------------------------------------------------------------------
 
 
-class _MarkerLock(Lease):
-    """A shared lock of a marker."""
+class _VersionLock(Lease):
+    """A shared lock of a version's file for locks, which is never replaced, as its marker is."""
 
-    def __init__(self, path: Path) -> None:
-        folder = path.parent
+    def __init__(self, folder: Path, marker: Marker | None = None) -> None:
+        """Lease a version; `marker` is what it is given next, None: it must have one."""
         self._held = Holding(self)
+        path, marked = folder / LOCK, folder / MARKER
         try:
             fd = self._held.open(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
-            msg = (
-                f"{folder.name} is gone, or not written yet: {error.strerror}. Import the newest "
-                "manifest."
-            )
-            raise VersionNotFound(msg) from error
-        msg = f"{folder.name} is being removed. Import the newest manifest."
+            raise _gone(folder, error.strerror or str(error)) from error
         try:
-            # (Removed between the two calls: then it has no name any more.)
-            is_there = leases.try_shared(fd) and bool(os.fstat(fd).st_nlink)
-            if is_there:
-                text = os.pread(fd, MAX_MARKER_NBYTES, 0)
-                self.marker = Marker.model_validate_json(text)
-        except ValidationError as error:
-            self.close()
-            msg = f"{path} is no marker ({error.error_count()} errors). Take another version."
-            raise SegmentError(msg) from error
+            is_free = leases.try_shared(fd)
         except OSError as error:
             self.close()
             msg = (
@@ -410,40 +400,48 @@ class _MarkerLock(Lease):
                 "that has locks, such as NFS with its lock manager."
             )
             raise WeightBridgeUnavailableError(msg) from error
+        if not is_free:
+            self.close()
+            raise _gone(folder, "it is being removed")
+        try:
+            if marker is None:
+                marker = Marker.model_validate_json(marked.read_bytes()[:MAX_MARKER_NBYTES])
+            self.marker = marker
+        except ValidationError as error:
+            self.close()
+            msg = (
+                f"{marked} is no marker ({error.error_count()} errors), or not all of it is "
+                "visible here yet. Take another version."
+            )
+            raise VersionNotFound(msg) from error
+        except OSError as error:
+            self.close()
+            raise _gone(folder, error.strerror or str(error)) from error
         except BaseException:
             self.close()
             raise
-        if not is_there:
-            self.close()
-            raise VersionNotFound(msg)
 
     def close(self) -> None:
         self._held.dispose()
 
 
-def _read_ranges(path: Path, nbytes: int, pieces: Sequence[tuple[int, Any]]) -> None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    try:
-        found = os.fstat(fd).st_size
-        if found != nbytes:
-            raise _wrong_size(path, found, nbytes)
-        at = 0
-        while at < len(pieces):
-            run, views = at, list[Any]()
-            begin = end = pieces[at][0]
-            while run < len(pieces) and len(views) < _MAX_IOVECS and pieces[run][0] == end:
-                views.append(pieces[run][1])
-                end += len(views[-1])
-                run += 1
-            _read_all(fd, path, begin, views)
-            at = run
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    finally:
-        os.close(fd)
+def _gone(folder: Path, cause: str) -> VersionNotFound:
+    return VersionNotFound(
+        f"{folder.name} is gone, or not written yet: {cause}. Import the newest manifest."
+    )
+
+
+def _read_ranges(fd: int, path: Path, pieces: Sequence[tuple[int, Any]]) -> None:
+    at = 0
+    while at < len(pieces):
+        run, views = at, list[Any]()
+        begin = end = pieces[at][0]
+        while run < len(pieces) and len(views) < _MAX_IOVECS and pieces[run][0] == end:
+            views.append(pieces[run][1])
+            end += len(views[-1])
+            run += 1
+        _read_all(fd, path, begin, views)
+        at = run
 
 
 def _read_all(fd: int, path: Path, begin: int, views: list[Any]) -> None:
@@ -452,7 +450,7 @@ def _read_all(fd: int, path: Path, begin: int, views: list[Any]) -> None:
         count = os.preadv(fd, left, begin)
         if not count:
             msg = f"{path} was cut while it was read. Import another version."
-            raise SegmentError(msg)
+            raise VersionNotFound(msg)
         begin += count
         while left and count >= len(left[0]):
             count -= len(left.pop(0))
@@ -516,22 +514,21 @@ def _is_kept(folder: Path) -> bool:
 
 def _remove(folder: Path) -> bool:
     """Remove a version that nobody reads or keeps: the marker first. Returns whether it is gone."""
+    held = Holding()
     try:
-        fd = os.open(folder / MARKER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
-    except OSError:
-        return False
-    try:
-        if not leases.try_exclusive(fd) or _is_kept(folder):
+        with suppress(FileNotFoundError):  # then nobody can read it
+            fd = held.open(os.open, folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if not leases.try_exclusive(fd):
+                return False
+        if _is_kept(folder):
             return False
-        take_back_of(folder.parent, folder.name)
-        (folder / MARKER).unlink(missing_ok=True)
-        sync_folder(folder)
+        if not _is_unmarked(folder):
+            take_back_of(folder.parent, folder.name)
+            (folder / MARKER).unlink(missing_ok=True)
+            sync_folder(folder)
     except OSError:
         return False
     finally:
-        os.close(fd)
+        held.dispose()
     shutil.rmtree(folder, ignore_errors=True)
     return True

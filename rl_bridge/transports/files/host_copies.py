@@ -2,7 +2,7 @@
 
 What was fetched lies in a sealed segment of the process that fetched it
 (`rl_bridge.memory.segment`). That process makes a file in ``/dev/shm``, named by the update, and
-holds its lock. While it fetches, it counts the chunks in the file, so that others, which wait, see
+holds its lock. While it fetches, it counts the pieces in the file, so that others, which wait, see
 that it goes on. When all bytes are there and their digests are the manifest's, it writes down where
 the segment is: others lease and map it, as they would map a publisher's, and verify it themselves.
 
@@ -34,6 +34,8 @@ _LOG = logging.getLogger(__name__)
 _DIRECTORY = Path("/dev/shm")  # noqa: S108 - each file's owner is checked
 _COUNT = struct.Struct("<Q")
 _MAX_NBYTES = 4096
+PATIENCE_S = 10.0
+"""How long a fetch of another process may stand still while this one waits for it."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
@@ -63,7 +65,7 @@ class Turn:
         self._count = 0
 
     def count(self) -> None:
-        """Tell those who wait that one more chunk is here. Thread-safe."""
+        """Tell those who wait that one more piece is here. Thread-safe."""
         with self._lock, suppress(OSError):  # /dev/shm is full: others fetch by themselves
             self._count += 1
             os.pwrite(self._held.fd, _COUNT.pack(self._count), 0)
@@ -82,18 +84,12 @@ class Turn:
 class HostCopies:
     """What the processes of this host, of one user, have fetched."""
 
-    def __init__(self, patience_s: float) -> None:
-        """Remove what killed processes left.
-
-        Args:
-            patience_s: how long a fetch of another process may stand still while this one waits.
-
-        """
-        self._patience_s = patience_s
-        # (Containers may share /dev/shm, and not each other's /proc.)
-        processes = Path("/proc/self/ns/pid").stat().st_ino
-        self._prefix = f"rlb-files-{os.geteuid()}-{processes}-"
-        for path in _DIRECTORY.glob(f"{self._prefix}*"):
+    def __init__(self) -> None:
+        """Remove what killed processes left."""
+        own = f"rlb-files-{os.geteuid()}-"
+        # (Containers may share /dev/shm, and not /proc, through which memory is mapped.)
+        self._prefix = f"{own}{Path('/proc/self/ns/pid').stat().st_ino}-"
+        for path in _DIRECTORY.glob(f"{own}*"):
             held = self._open(path, os.O_RDWR)
             if held is not None:
                 self._lock(held, path)
@@ -107,7 +103,7 @@ class HostCopies:
 
         """
         path = _DIRECTORY / f"{self._prefix}{update_id}"
-        seen, until, pause_s = b"", time.monotonic() + self._patience_s, _FIRST_PAUSE_S
+        seen, until, pause_s = b"", time.monotonic() + PATIENCE_S, _FIRST_PAUSE_S
         while True:
             held = self._open(path, os.O_RDWR | os.O_CREAT)
             if held is None:
@@ -125,7 +121,7 @@ class HostCopies:
                 with suppress(ValidationError):  # half of it: it is being written
                     return Copy.model_validate_json(found[_COUNT.size :])
             if found != seen:
-                seen, until = found, time.monotonic() + self._patience_s
+                seen, until = found, time.monotonic() + PATIENCE_S
             elif time.monotonic() >= until:
                 _LOG.info("update %s is fetched twice: another fetch stands still", update_id)
                 return None

@@ -36,7 +36,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rl_bridge.errors import SegmentError, VersionNotFound, WeightBridgeUnavailableError
+from rl_bridge.errors import VersionNotFound, WeightBridgeUnavailableError
 from rl_bridge.memory.control import Record
 from rl_bridge.transports.files.store import (
     KEPT,
@@ -282,7 +282,7 @@ class ObjectStore(VersionStore):
         with self._of_file(name, file):
             found = self.call("info", self.path(name, file))["size"]
         if found != nbytes:
-            raise self._wrong_size(name, file, found, nbytes)
+            raise self.wrong_size(name, file, found, nbytes)
 
     def read(self, name: str, file: str, nbytes: int, pieces: Sequence[tuple[int, Any]]) -> None:
         """See `VersionStore.read`; a request takes from the first piece to the end of the last."""
@@ -295,7 +295,7 @@ class ObjectStore(VersionStore):
         with self._of_file(name, file):
             text = memoryview(self.call("cat_file", self.path(name, file), start=begin, end=end))
         if len(text) != end - begin:
-            raise self._wrong_size(name, file, begin + len(text), nbytes)
+            raise self.wrong_size(name, file, begin + len(text), nbytes)
         for at, memory in pieces:
             memory[:] = text[at - begin : at - begin + len(memory)]
 
@@ -306,12 +306,6 @@ class ObjectStore(VersionStore):
         except FileNotFoundError as error:
             msg = f"{file} of {name} is not there, in {self}. Import another version."
             raise VersionNotFound(msg) from error
-
-    def _wrong_size(self, name: str, file: str, found: int, nbytes: int) -> SegmentError:
-        return SegmentError(
-            f"{file} of {name} in {self} has {found} bytes, expected {nbytes}. Import another "
-            "version."
-        )
 
     # ---- publishing
 

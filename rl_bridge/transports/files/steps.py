@@ -38,14 +38,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 from rl_bridge.memory.durable import sync_folder, write_durably
 from rl_bridge.transports.base import checked_seconds
 from rl_bridge.transports.files.store import MARKER, FileContent
 
-__all__ = ["Handshake", "Steps", "receive_step", "step_folder", "take_back_from", "take_back_of"]
+__all__ = [
+    "LOOK_S",
+    "Handshake",
+    "StepReceiver",
+    "Steps",
+    "receive_step",
+    "step_folder",
+    "take_back_from",
+    "take_back_of",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,7 +65,8 @@ _SENDER_READY, _RECEIVER_READY = ".sender_ready", ".receiver_ready"
 _STARTED, _FINISHED = ".started", ".finished"
 _MARKERS = (_FINISHED, MARKER, _STARTED, _SENDER_READY, _RECEIVER_READY)
 _STEP = re.compile(r"^step_(\d+)$")
-_LOOK_S = 0.05
+LOOK_S = 0.05
+"""Between two looks for a marker."""
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -133,7 +143,7 @@ class Steps:
                     "ready_timeout_s, then publish again."
                 )
                 raise DeadlineExceeded(msg)
-            pause(min(_LOOK_S, left_s))
+            pause(min(LOOK_S, left_s))
         with _told(folder):
             _mark(folder, _STARTED)
 
@@ -279,41 +289,68 @@ def receive_step(folder: str | os.PathLike[str], *, timeout_s: float) -> Path:
         WeightBridgeUnavailableError: the directory cannot be written.
 
     """
-    folder, until = Path(folder), time.monotonic() + checked_seconds("timeout_s", timeout_s)
-    attempt: int | None = None
-    try:
-        while True:
-            with _told(folder):
-                if attempt is None:
-                    attempt = _answered(folder)
-                if attempt is not None:
-                    is_finished = _has(attempt, _FINISHED)
-                    if not _is_at(folder, attempt):  # taken back
-                        os.close(attempt)
-                        attempt = None
-                        continue
-                    if is_finished:
-                        return folder
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                expected = _SENDER_READY if attempt is None else _FINISHED
-                msg = (
-                    f"{folder} was waited for, {timeout_s:g} s: expected {expected} in it, got "
-                    f"{_markers_in(folder)}. See to the trainer, or pass a longer timeout."
-                )
-                raise DeadlineExceeded(msg)
-            time.sleep(min(_LOOK_S, left_s))
-    finally:
-        if attempt is not None:
+    with StepReceiver(folder, timeout_s=timeout_s) as receiver:
+        while not receiver.look():
+            time.sleep(LOOK_S)
+    return receiver.folder
+
+
+class StepReceiver:
+    """`receive_step`, look by look, for those who wait in their own way."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, timeout_s: float) -> None:
+        """Begin; nothing is answered yet."""
+        self.folder, self._timeout_s = Path(folder), checked_seconds("timeout_s", timeout_s)
+        self._until = time.monotonic() + timeout_s
+        self._attempt = -1  # the directory that was answered in, open
+
+    def look(self) -> bool:
+        """Answer an offer, or see whether what was answered is finished.
+
+        Raises:
+            DeadlineExceeded: it is too late.
+            WeightBridgeUnavailableError: the directory cannot be written.
+
+        """
+        with _told(self.folder):
+            if self._attempt < 0:
+                self._attempt = _answered(self.folder)
+            if self._attempt >= 0:
+                is_finished = _has(self._attempt, _FINISHED)
+                if not _is_at(self.folder, self._attempt):  # taken back
+                    self.close()
+                elif is_finished:
+                    return True
+        if time.monotonic() >= self._until:
+            expected = _SENDER_READY if self._attempt < 0 else _FINISHED
+            msg = (
+                f"{self.folder} was waited for, {self._timeout_s:g} s: expected {expected} in it, "
+                f"got {_markers_in(self.folder)}. See to the trainer, or pass a longer timeout."
+            )
+            raise DeadlineExceeded(msg)
+        return False
+
+    def close(self) -> None:
+        """Stop looking. Idempotent."""
+        attempt, self._attempt = self._attempt, -1
+        if attempt >= 0:
             os.close(attempt)
 
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
 
-def _answered(folder: Path) -> int | None:
-    """Answer an offer; returns the open directory of the attempt, None where there is no offer."""
+    def __exit__(self, *_exc: object) -> None:
+        """Stop looking."""
+        self.close()
+
+
+def _answered(folder: Path) -> int:
+    """Answer an offer; returns the open directory of the attempt, -1 where there is no offer."""
     try:
         attempt = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return None
+        return -1
     try:
         if _has(attempt, _SENDER_READY):
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
@@ -325,7 +362,7 @@ def _answered(folder: Path) -> int | None:
     finally:
         if attempt >= 0:
             os.close(attempt)
-    return None
+    return -1
 
 
 def _has(attempt: int, marker: str) -> bool:

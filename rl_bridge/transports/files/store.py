@@ -37,7 +37,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record
 
 MARKER, MANIFEST, LISTS, RECORDS = "STABLE", "manifest.json", "lists.bin", "records"
-GROUP_MANIFEST, KEPT = "group.json", "KEEP"
+GROUP_MANIFEST, KEPT, LOCK = "group.json", "KEEP", "LOCK"
 MAX_MARKER_NBYTES = 4096
 MAX_RECORD_NBYTES = 1 << 20
 _NAME = re.compile(r"^\d{10,19}-[0-9a-f]{12}(?:-(\d+))?$")
@@ -252,13 +252,21 @@ class VersionStore(ABC):
             "Import the newest manifest, or give both sides one url."
         )
 
+    def wrong_size(self, name: str, file: str, found: int, nbytes: int) -> SegmentError:
+        """The error of a file that has another size; of one that is shorter, more may yet come."""
+        is_short = found < nbytes
+        said = "it was cut, or is not all visible here yet" if is_short else "it is another file"
+        return (VersionNotFound if is_short else SegmentError)(
+            f"{file} of {name} in {self} has {found} bytes, expected {nbytes}: {said}. Import "
+            "another version."
+        )
+
     @abstractmethod
     def lease(self, name: str) -> Lease:
         """Keep a version.
 
         Raises:
-            VersionNotFound: it is gone, or not visible.
-            SegmentError: its marker is none.
+            VersionNotFound: it is gone, or not visible, or its marker is none.
             WeightBridgeUnavailableError: leases cannot be taken here.
 
         """
@@ -288,8 +296,8 @@ class VersionStore(ABC):
         """See to it that a file has that size.
 
         Raises:
-            VersionNotFound: it is not there.
-            SegmentError: it has another size, or cannot be read.
+            VersionNotFound: it is not there, or not all of it.
+            SegmentError: it is longer, or cannot be read.
 
         """
 
@@ -304,7 +312,8 @@ class VersionStore(ABC):
             pieces: first byte of each range, ascending, and where it goes.
 
         Raises:
-            SegmentError: it is gone, shorter or longer.
+            VersionNotFound: it is gone, or not all of it is there.
+            SegmentError: it is longer, or cannot be read.
 
         """
 

@@ -29,6 +29,7 @@ from rl_bridge.errors import (
     IncompatibleUpdate,
     MalformedManifest,
     SegmentError,
+    VersionNotFound,
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
@@ -80,6 +81,7 @@ from rl_bridge.transports.wire.arenas import Arrival, Arrivals, CPUArenas
 _LOG = logging.getLogger(__name__)
 
 _MIN_FILE_NBYTES = 1 << 20
+_PIECE_NBYTES = 32 << 20
 _REMEMBERED = 64
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 _ONCE = 1  # what is in a directory is never written again
@@ -610,7 +612,7 @@ class FilesConsumer(ConsumerEnd):
         self._is_closed = False
         self._arenas = CPUArenas()
         self._arrivals = Arrivals(self._arenas, f"rlb-files-{rank}")
-        self._copies = HostCopies(timeout_s) if fetch_once else None
+        self._copies = HostCopies() if fetch_once else None
         # What others may map, until the slot is closed or written again.
         self._offered: weakref.WeakKeyDictionary[Slot, Turn] = weakref.WeakKeyDictionary()
         self._records: dict[str, RecordFile] = {}  # by publisher
@@ -652,13 +654,13 @@ class FilesConsumer(ConsumerEnd):
     def _as_visible(self, look: Callable[[], _Found]) -> _Found:
         """Look until it succeeds: a file system may show a version, or its files, a bit later.
 
-        A file may also show its first bytes alone, so one of another size is looked at again.
+        A file of which only the first bytes are there is one of these.
         """
         until, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
         while True:
             try:
                 return look()
-            except SegmentError:
+            except VersionNotFound:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise
@@ -685,8 +687,10 @@ class FilesConsumer(ConsumerEnd):
         name, lease = self._leased(manifest)
         header = bytes.fromhex(lease.marker.header)
         try:
-            for file in layout.files:  # before memory is taken: a manifest may claim any size
-                self._store.require_size(name, file.name, file.nbytes)
+            # Before memory is taken: a manifest may claim any size.
+            sizes = [(file.name, file.nbytes) for file in layout.files]
+            for file, nbytes in (*sizes, (LISTS, manifest.table.lists_nbytes)):
+                self._store.require_size(name, file, nbytes)
             turn = None if copies is None else copies.turn(manifest.update_id)
             if isinstance(turn, Copy):
                 mapped = self._mapped(manifest, turn, header)
@@ -766,17 +770,14 @@ class FilesConsumer(ConsumerEnd):
         found = np.zeros((len(table.names), DIGEST_NBYTES), np.uint8)
 
         def read(chunk: Chunk) -> None:
-            at, pieces = chunk.begin, []
-            for row in chunk.rows:
-                begin, nbytes = table.offsets[row], table.nbytes[row]
-                pieces.append((at, memory[begin : begin + nbytes]))
-                at += nbytes
-            self._store.read(name, chunk.file.name, chunk.file.nbytes, pieces)
+            # A large tensor comes piece by piece: others see by that whether this goes on.
+            for pieces in _pieces_of(chunk, table, memory):
+                self._store.read(name, chunk.file.name, chunk.file.nbytes, pieces)
+                if turn is not None:
+                    turn.count()
             rows = list(chunk.rows)
             digests = chunk.plan.digest(table.offset_column[rows] + slot.address, num_threads=1)
             found[rows] = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-            if turn is not None:
-                turn.count()
 
         threads = self._num_threads or self._store.num_readers or len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(threads) as pool:
@@ -841,3 +842,22 @@ class FilesConsumer(ConsumerEnd):
         self._arrivals.close()
         while self._records:
             self._records.popitem()[1].close()
+
+
+def _pieces_of(
+    chunk: Chunk, table: TensorTable, memory: memoryview
+) -> Iterator[list[tuple[int, memoryview]]]:
+    """Ranges of a file, and where each goes, in lists that are read at once."""
+    at, nbytes = chunk.begin, 0
+    pieces: list[tuple[int, memoryview]] = []
+    for row in chunk.rows:
+        begin, end = table.offsets[row], table.offsets[row] + table.nbytes[row]
+        while begin < end:
+            size = min(end - begin, _PIECE_NBYTES - nbytes)
+            pieces.append((at, memory[begin : begin + size]))
+            begin, at, nbytes = begin + size, at + size, nbytes + size
+            if nbytes == _PIECE_NBYTES:
+                yield pieces
+                pieces, nbytes = [], 0
+    if pieces:
+        yield pieces
