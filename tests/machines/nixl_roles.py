@@ -141,7 +141,9 @@ class Reader:
         self.bridge = cast("NIXLTensorBridge", made)
         self.tensors: Any = None
 
-    def read(self, manifest: str, kills: int = 0, ends: int = 0, stops: int = 0) -> int | str:
+    def read(
+        self, manifest: str, kills: int = 0, ends: int = 0, stops: int = 0, at: str = "bytes"
+    ) -> int | str:
         """Import, and kill or stop a process in the middle of it; returns what came of it.
 
         With `ends`, the read goes on when that process has ended too: a trainer's serving process
@@ -157,7 +159,7 @@ class Reader:
                 stop(stops)
 
         try:
-            with Between(kill, at="bytes", times=1) as seen:
+            with Between(kill, at=at, times=1) as seen:
                 tensors = self.bridge.import_update(manifest)
         except WeightBridgeError as error:
             return type(error).__name__
@@ -170,10 +172,16 @@ class Reader:
         """Import a small version; returns it."""
         return int(self.bridge.import_update(manifest)["w"][0])
 
+    def let_go(self, manifest: str) -> None:
+        """Drop a version that was read."""
+        self.tensors = None
+        self.bridge.release(WeightUpdateManifest.from_json(manifest).update_id)
+
     def holds(self) -> int:
         """The version that is here, or 0."""
-        here = bytes_of(self.tensors["w"])
-        return next((n for n in range(1, 9) if bytes_of(weights(n)["w"]) == here), 0)
+        here = self.tensors["w"]
+        version = int(here[1]) // 2  # if it is one at all
+        return version if bytes_of(weights(version)["w"]) == bytes_of(here) else 0
 
 
 class Trainer:

@@ -4,28 +4,35 @@ UCX ends the process that answers a read over TCP where the reader dies in the m
 """
 
 import os
+import random
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
-from rl_bridge.errors import TransportUnavailable
+from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.testing.processes import DEADLINE_S, Child, until
 from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.helpers import stop
 from tests.machines.network.namespaces import machines, why_not
-from tests.machines.nixl_roles import Reader, Trainer, runs
+from tests.machines.nixl_roles import Reader, Trainer, both, publisher_end, runs
 
 TCP = {"UCX_TLS": "tcp"}
 ROUNDS, AT_ONCE = 5, 4
 PATIENCE_S = 20.0
+HASTE_S = 9.0
+"""Of readers that wait for a process that hangs: a third of it passes each time."""
+STAGES = ("new", "bytes")
+"""Of a read."""
 
 
 @pytest.fixture
@@ -37,6 +44,12 @@ def trainer() -> Iterator[Child]:
 @pytest.fixture
 def reader() -> Iterator[Child]:
     with Child(Reader, ucx=TCP, timeout_s=PATIENCE_S) as child:
+        yield child
+
+
+@pytest.fixture
+def hasty() -> Iterator[Child]:
+    with Child(Reader, ucx=TCP, timeout_s=HASTE_S) as child:
         yield child
 
 
@@ -102,17 +115,129 @@ def test_memory_for_a_new_layout_is_registered_with_another_process(
     assert reader.call("fetch", manifest=small) == 2
 
 
-def test_a_process_that_hangs_ends_the_read_in_time_and_the_next_read_has_another(
-    trainer: Child,
+@pytest.mark.parametrize("knows", [True, False], ids=["a reader from before", "a new reader"])
+def test_a_process_that_hung_while_nobody_read_is_replaced_within_the_import(
+    trainer: Child, hasty: Child, knows: bool
 ) -> None:
-    with Child(Reader, ucx=TCP, timeout_s=1.0) as reader:
-        manifest = trainer.call("publish", version=1)
-        pid = trainer.call("server_pid")
-        found = reader.call("read", manifest=manifest, stops=pid)
-        assert found == "TransferTimeout"
-    with Child(Reader, ucx=TCP, timeout_s=PATIENCE_S) as other:
-        assert other.call("read", manifest=manifest) == 1
+    first, second = (trainer.call("publish", version=version) for version in (1, 2))
+    if knows:
+        assert hasty.call("read", manifest=first) == 1
+    pid = trainer.call("server_pid")
+    stop(pid)
+    assert hasty.call("read", manifest=second) == 2
     assert not runs(pid)
+    assert trainer.call("states", manifest=second) == ["acknowledged"]
+
+
+@pytest.mark.parametrize("at", STAGES)
+def test_a_process_that_hangs_in_the_middle_of_a_read_is_replaced_within_the_import(
+    trainer: Child, hasty: Child, at: str
+) -> None:
+    manifest = trainer.call("publish", version=1)
+    pid = trainer.call("server_pid")
+    assert hasty.call("read", manifest=manifest, stops=pid, at=at) == 1
+    assert not runs(pid)
+    assert hasty.call("read", manifest=trainer.call("publish", version=2)) == 2
+
+
+def test_a_publish_does_not_wait_for_a_process_that_hangs() -> None:
+    """The trainer's own deadline is longer than this test may take: the reader's decides."""
+    with (
+        Child(Trainer, ucx=TCP, timeout_s=100 * DEADLINE_S) as trainer,
+        Child(Reader, ucx=TCP, timeout_s=HASTE_S) as reader,
+    ):
+        first = trainer.call("publish", version=1)
+        pid = trainer.call("server_pid")
+        stop(pid)
+        second = trainer.call("publish", version=2)  # in another slot, which has to be mapped
+        assert runs(pid)
+        third = trainer.call("publish", version=3)
+        for version, manifest in ((1, first), (2, second), (3, third)):
+            assert reader.call("read", manifest=manifest) == version
+        assert not runs(pid)
+        assert trainer.call("registered") == 3
+
+
+def test_a_process_that_hangs_as_a_slot_is_mapped_is_replaced_without_readers() -> None:
+    with Child(Trainer, ucx=TCP, timeout_s=HASTE_S) as trainer:
+        trainer.call("publish", version=1)
+        pid = trainer.call("server_pid")
+        stop(pid)
+        trainer.call("publish", version=2)
+        until(lambda: not runs(pid), what="the process to be killed")
+
+
+@pytest.mark.parametrize("num_updates", [5, pytest.param(20, marks=pytest.mark.full)])
+def test_whenever_a_process_hangs_or_dies_an_import_is_whole_or_a_typed_error(
+    trainer: Child, hasty: Child, num_updates: int
+) -> None:
+    chance = random.Random(num_updates)
+    for version in range(1, 1 + num_updates):
+        moment = chance.choice(["before publish", "before import", "at start", *STAGES])
+        is_stopped = chance.random() < 0.5
+        strike = partial(_strike, signal.SIGSTOP if is_stopped else signal.SIGKILL)
+        victim = trainer.call("server_pid")
+        if victim and moment == "before publish":
+            strike(victim)
+        manifest = trainer.call("publish", version=version)
+        if victim and moment in {"before import", "at start"}:
+            strike(victim)
+        during = {"at": moment, "stops" if is_stopped else "kills": victim}
+        hasty.tell("read", manifest=manifest, **(during if moment in STAGES else {}))
+        if moment == "at start":  # the process that takes its place, too
+            until(partial(_is_another, trainer, victim), what="another process to start")
+            strike(trainer.call("server_pid"))
+        found = hasty.answer()
+        while found != version:
+            assert isinstance(found, str)  # no mixture
+            found = hasty.call("read", manifest=manifest)
+        hasty.call("let_go", manifest=manifest)
+        trainer.call("release_all")
+
+
+def _strike(number: int, pid: int) -> None:
+    with suppress(ProcessLookupError):  # it was replaced just now
+        if number == signal.SIGSTOP:
+            stop(pid)
+        else:
+            os.kill(pid, number)
+
+
+def _is_another(trainer: Child, before: int) -> bool:
+    return trainer.call("server_pid") not in {0, before}
+
+
+def test_a_process_that_answers_is_left_alone() -> None:
+    """Then it is the network that hangs: another process would not help."""
+    serving = ServingProcess(backend="UCX", params={})
+    try:
+        pid = serving.pid
+        serving.doubt(DEADLINE_S)
+        assert serving.seconds_left is not None
+
+        def has_answered() -> bool:
+            serving.hear()
+            return serving.seconds_left is None
+
+        until(has_answered, what="its answer")
+        assert serving.pid == pid
+    finally:
+        serving.close()
+
+
+def test_a_process_that_cannot_be_replaced_is_reported_to_readers_until_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with both(trainer={"serve": "process"}) as (near, far):
+        manifest = near.publish({"w": torch.ones(8)}, weight_version=1)
+        host = publisher_end(near)._host
+        assert isinstance(host, ServingProcess)
+        os.kill(host.pid, signal.SIGKILL)
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", "/bin/false")
+            with pytest.raises(WeightBridgeUnavailableError, match="it ended with 1"):
+                far.import_update(manifest)
+        assert far.import_update(manifest)["w"].sum() == 8
 
 
 def test_messages_to_a_serving_process_that_hangs_do_not_wait() -> None:
@@ -129,10 +254,9 @@ def test_messages_to_a_serving_process_that_hangs_do_not_wait() -> None:
         speaking.join(DEADLINE_S)
         assert not speaking.is_alive()
         assert serving.is_lost  # and is started anew for the next reader
-        assert serving.ensure()
+        serving.ensure()
+        assert not serving.is_lost
     finally:
-        if serving.pid:
-            os.kill(serving.pid, signal.SIGCONT)
         serving.close()
 
 

@@ -99,6 +99,9 @@ class Host(Protocol):
     """Whether it makes progress by itself once `help` asks for it; else `progress` does."""
     made: Counters
     """The things that were made so far."""
+    ended: str = ""
+    """How the last one ended; with `is_hopeless`, another one would end like that, too."""
+    is_hopeless: bool = False
 
     @property
     def num_registered(self) -> int:
@@ -115,25 +118,33 @@ class Host(Protocol):
         return False
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when it dies; -1 if there is none."""
+        """Return a descriptor that becomes readable when it answers or dies; -1 without one."""
         return -1
 
-    def notice_end(self) -> bool:
-        """Find out whether it has ended."""
-        return False
+    @property
+    def seconds_left(self) -> float | None:
+        """How long until it has to have answered; None if it need not."""
+        return None
 
-    def ensure(self, *, ping: bool = False) -> bool:
-        """Replace it if it died, with `ping` also if it lives and does not answer.
+    def hear(self) -> None:
+        """Find out whether it has answered or ended, and end it if it is late. Never waits."""
+        return
+
+    def ensure(self) -> bool:
+        """Replace it if it died.
 
         Returns:
-            Whether all memory has to be registered anew.
+            Whether it serves; else it will, and `fileno` shows when.
 
         Raises:
             AgentError: it cannot be replaced.
 
         """
-        del ping
-        return False
+        return True
+
+    def doubt(self, within_s: float) -> None:
+        """Have it show within this time that it runs, if it can hang at all."""
+        del within_s
 
     def register(self, ranges: Sequence[tuple[int, int]], kind: Kind, device: int = 0) -> Region:
         """Register ranges (address, size) of this process.

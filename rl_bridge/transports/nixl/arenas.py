@@ -21,11 +21,10 @@ class SlotRegistration:
 
     Attributes:
         number: unique among the slots of one process.
-        regions: one region for arena and stamp, or one for each.
+        regions: one region that begins with the arena and has the stamp, or one for each.
         memory: the kind of the arena's memory.
         device: the device's number.
-        address: of the arena, as readers use it.
-        stamp: address of the stamp, as readers use it.
+        stamp_offset: first byte of the stamp in the last region.
 
     """
 
@@ -33,8 +32,17 @@ class SlotRegistration:
     regions: tuple[Region, ...]
     memory: Kind
     device: int
-    address: int
-    stamp: int
+    stamp_offset: int
+
+    @property
+    def address(self) -> int:
+        """The arena's address, as readers use it."""
+        return self.regions[0].address
+
+    @property
+    def stamp(self) -> int:
+        """The stamp's address, as readers use it."""
+        return self.regions[-1].address + self.stamp_offset
 
 
 class SlotRegistry:
@@ -78,10 +86,10 @@ class SlotRegistry:
 
     def _register(self, slot: Slot) -> SlotRegistration:
         number = next(_NUMBERS)
+        stamp_offset = slot.stamp_address - slot.segment.address
         if slot.arena is None:
             whole = self._agent.register_segment(slot.segment)
-            stamp_at = whole.address + slot.stamp_address - slot.segment.address
-            return SlotRegistration(number, (whole,), "DRAM", 0, whole.address, stamp_at)
+            return SlotRegistration(number, (whole,), "DRAM", 0, stamp_offset)
         device = self._device.index or 0
         kind: Kind = "DRAM" if self._device.type == "cpu" else "VRAM"
         arena = self._agent.register([(slot.arena.address, slot.arena.nbytes)], kind, device)
@@ -90,8 +98,7 @@ class SlotRegistry:
         except BaseException:
             self._agent.deregister(arena)
             raise
-        regions = (arena, stamp)
-        return SlotRegistration(number, regions, kind, device, slot.address, slot.stamp_address)
+        return SlotRegistration(number, (arena, stamp), kind, device, stamp_offset)
 
     def move_to(self, agent: Host) -> None:
         """Register all slots with a new agent, after the last one was closed.

@@ -96,6 +96,7 @@ class ControlClient:
             pid=os.getpid(),
             reader=reader,
             is_observer=is_observer,
+            timeout_s=timeout_s,
         )
         connector = self._connector(within_s)
         self._where = connector.where
@@ -271,7 +272,7 @@ class ControlClient:
         self._send(Renew(update_id=update_id))
 
     def help(self, *, is_needed: bool) -> None:
-        """Ask the publisher to make progress, or to stop."""
+        """Ask the publisher to make progress, or to stop; asked again, it sees to who serves."""
         self.needs_help = is_needed
         self._send(Help(is_needed=is_needed))
 

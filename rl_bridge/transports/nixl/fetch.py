@@ -23,7 +23,7 @@ from rl_bridge.transports.base import Landing, PartRequest
 from rl_bridge.transports.nixl.agent import Agent, AgentError, Made, Region
 from rl_bridge.transports.nixl.arenas import RegisteredArenas, SlotRegistration
 from rl_bridge.transports.nixl.client import ControlClient
-from rl_bridge.transports.nixl.messages import Leased, NIXLHandle
+from rl_bridge.transports.nixl.messages import STALL_PART, Leased, NIXLHandle
 from rl_bridge.transports.nixl.reading import (
     STEP_NBYTES,
     Prepared,
@@ -248,6 +248,7 @@ class Job:
     reading: Reading | None = None
     is_leased: bool = False
     renewed: float = 0.0
+    stall_reported: float = 0.0
 
     @property
     def update_id(self) -> str:
@@ -422,6 +423,10 @@ class Fetch:
             if not client.needs_help:
                 client.help(is_needed=True)
         now = time.monotonic()
+        stall_s = self._timeout_s * STALL_PART
+        if not is_moving and idle_s > stall_s and now - job.stall_reported > stall_s:
+            job.stall_reported = now
+            client.help(is_needed=True)
         if now - job.renewed > client.lease_s / 4:
             job.renewed = now
             client.renew(job.update_id)

@@ -34,9 +34,14 @@ MAGIC = b"rlbnixl1"
 MAX_MESSAGE_NBYTES = 16 << 20
 """The addresses of a live model's parameters travel in one message."""
 
+STALL_PART = 1 / 6
+"""A read that stands still for this part of the reader's time is reported, and what serves it has
+as long once more to show that it runs."""
+
 _Address = Annotated[StrictInt, Field(ge=0, lt=2**64)]
 _Hex = Annotated[StrictStr, Field(max_length=8 << 20, pattern=r"^([0-9a-f]{2})*$")]
 _Kind = Literal["DRAM", "VRAM"]
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 # ---- from a reader ------------------------------------------------------------------------------
@@ -48,6 +53,8 @@ class Join(PeerJoin):
     kind: Literal["join"] = "join"
     reader: UpdateId
     """Names this reader over all its connections; the publisher keeps the newest of them."""
+    timeout_s: _Seconds
+    """The time after which it gives up a read that stands still."""
 
 
 class Lease(Message):
@@ -75,7 +82,11 @@ class Renew(Message):
 
 
 class Help(Message):
-    """Asks the publisher to make progress for the reader's leases from now on, or to stop."""
+    """Asks the publisher to make progress for the reader's leases from now on, or to stop.
+
+    Asked for again while it is given, it says that nothing arrives: whoever serves the reader has
+    to show that it runs.
+    """
 
     kind: Literal["help"] = "help"
     is_needed: StrictBool
@@ -104,7 +115,7 @@ class Welcome(Message):
     metadata: _Hex
     epoch: Count
     """Counts the publisher's agents: when one dies, another takes its place."""
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    timeout_s: _Seconds
     """A lease that is not renewed ends after this time."""
 
 

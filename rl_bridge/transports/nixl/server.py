@@ -16,6 +16,7 @@ from rl_bridge.transports.nixl.agent import AgentError, Host
 from rl_bridge.transports.nixl.messages import (
     MAGIC,
     MAX_MESSAGE_NBYTES,
+    STALL_PART,
     AskCatalog,
     Catalog,
     FromReader,
@@ -30,7 +31,7 @@ from rl_bridge.transports.nixl.messages import (
     from_reader,
 )
 from rl_bridge.transports.nixl.store import VersionStore
-from rl_bridge.transports.wire.channel import Channel, Gone, Leave, Message, Reported
+from rl_bridge.transports.wire.channel import Channel, Gone, Leave, Message, Refused, Reported
 from rl_bridge.transports.wire.server import Peer, PeerServer
 
 _LOG = logging.getLogger(__name__)
@@ -48,6 +49,9 @@ class _Member(Peer):
         self.needs_help = False
         self.leases: dict[str, float] = {}
         """Update -> when its lease ends."""
+        self.asked: list[Join | Lease] = []
+        """Messages that are answered once a host serves."""
+        self.stall_s = join.timeout_s * STALL_PART
 
 
 class ControlServer(PeerServer[_Member, Join]):
@@ -107,9 +111,9 @@ class ControlServer(PeerServer[_Member, Join]):
             _LOG.debug("%s: no progress", self.name, exc_info=True)
 
     def _begin(self, ready: set[int]) -> None:
-        fd = self._host.fileno()
-        if fd < 0 or fd in ready:  # else it lives
-            self._host.notice_end()
+        left = self._host.seconds_left
+        if self._host.fileno() in ready or (left is not None and left <= 0):
+            self._host.hear()
         self._check_host()
 
     def _watched(self) -> list[Any]:
@@ -120,36 +124,61 @@ class ControlServer(PeerServer[_Member, Join]):
             return 0
         now = time.monotonic()
         left = [until - now for m in self.members for until in m.leases.values()]
-        if self._acceptor.seconds_left is not None:
-            left.append(self._acceptor.seconds_left)
-        return min(left, default=None)
+        others = self._acceptor.seconds_left, self._host.seconds_left
+        return min([*left, *(one for one in others if one is not None)], default=None)
 
     def _check_host(self) -> None:
         """Hang up on the members that read if their host is gone: they connect again."""
-        if not self._host.is_lost and self._host.epoch == self._epoch:
+        host = self._host
+        if host.is_lost and host.is_hopeless:
+            for member in [member for member in self.members if member.asked]:
+                self._refuse_asked(member, host.ended)
+        epoch = host.epoch + host.is_lost  # one that is lost is as good as replaced
+        if epoch == self._epoch:
             return
         busy = [member for member in self.members if member.leases]
-        if self._epoch == self._host.epoch and not busy:
-            return  # nobody was reading
         _LOG.warning(
-            "%s: the process that serves reads ended. %d readers were in the middle, and connect "
-            "again; another process takes its place.",
+            "%s: %s. %d readers were in the middle, and connect again; another process takes its "
+            "place when it is needed.",
             self.name,
+            host.ended,
             len(busy),
         )
         for member in busy:
             self._lose(member)
-        self._epoch = self._host.epoch
+        self._epoch = epoch
 
-    def _ensure_host(self, *, ping: bool) -> None:
-        """Make sure that there is a host for a reader that comes now.
-
-        Raises:
-            AgentError: there is none.
-
-        """
-        self._store.ensure_host(ping=ping)
+    def _answer_asked(self, member: _Member) -> None:
+        """Answer what only a host that serves can answer, if one does by now; else start one."""
+        if not member.asked:
+            return
+        try:
+            if not self._host.ensure():
+                self._host.doubt(member.stall_s)
+                return
+        except AgentError as error:
+            self._refuse_asked(member, str(error))
+            return
         self._check_host()
+        asked, member.asked = member.asked, []
+        for message in () if member.is_gone else asked:
+            answer = self._welcome() if isinstance(message, Join) else self._lease(member, message)
+            member.channel.send(answer)
+
+    def _refuse_asked(self, member: _Member, reason: str) -> None:
+        asked, member.asked = member.asked, []
+        for message in asked:
+            text = f"it cannot be served now: {reason}"[:_MAX_REASON]
+            if isinstance(message, Join):
+                member.channel.send(Refused(reason=text))
+                self._lose(member)
+            else:
+                gone = Gone(update_id=message.update_id, reason=text, is_stale=False)
+                member.channel.send(gone)
+
+    def _welcome(self) -> Welcome:
+        metadata, epoch = self._host.metadata(None).hex(), self._host.epoch
+        return Welcome(metadata=metadata, epoch=epoch, timeout_s=self._timeout_s)
 
     def _end(self) -> None:
         now = time.monotonic()
@@ -164,6 +193,8 @@ class ControlServer(PeerServer[_Member, Join]):
                         self._timeout_s,
                     )
                     self._unlease(member, update_id)
+        for member in list(self.members):
+            self._answer_asked(member)
 
     def _unlease(self, member: _Member, update_id: str) -> None:
         if update_id in member.leases:
@@ -176,28 +207,24 @@ class ControlServer(PeerServer[_Member, Join]):
             self._lose(before)  # its socket may never show its end, and it takes a place
         if not self._has_room(channel):
             return
-        try:
-            self._ensure_host(ping=True)
-        except AgentError as error:
-            self._refuse(channel, f"it cannot serve now: {error}")
-            return
         member = _Member(channel, join)
         self.members.append(member)
         member.take_over(self._gone)
-        metadata, epoch = self._host.metadata(None).hex(), self._host.epoch
-        channel.send(Welcome(metadata=metadata, epoch=epoch, timeout_s=self._timeout_s))
+        member.asked.append(join)
+        self._answer_asked(member)
         self._serve(member)
 
     def _handle(self, member: _Member, message: FromReader) -> Message | None:
         match message:
             case Lease():
-                return self._lease(member, message)
+                member.asked.append(message)
+                self._answer_asked(member)
             case Renew(update_id=update_id):
                 if update_id not in member.leases:
                     return Lapsed(update_id=update_id)
                 member.leases[update_id] = time.monotonic() + self._timeout_s
             case Help(is_needed=is_needed):
-                member.needs_help = is_needed
+                self._help(member, is_needed=is_needed)
             case Unlease(update_id=update_id):
                 self._unlease(member, update_id)
             case Reported(report=report):
@@ -211,14 +238,12 @@ class ControlServer(PeerServer[_Member, Join]):
                 member.take_over(self._gone)
         return None
 
-    def _lease(self, member: _Member, lease: Lease) -> Message | None:
-        try:
-            self._ensure_host(ping=False)
-        except AgentError as error:
-            reason = f"it cannot be served now: {error}"[:_MAX_REASON]
-            return Gone(update_id=lease.update_id, reason=reason, is_stale=False)
-        if member.is_gone:
-            return None
+    def _help(self, member: _Member, *, is_needed: bool) -> None:
+        if is_needed and member.needs_help:  # and still nothing arrives
+            self._host.doubt(member.stall_s)
+        member.needs_help = is_needed
+
+    def _lease(self, member: _Member, lease: Lease) -> Message:
         is_moved = lease.epoch != self._host.epoch
         # To make a new connection, the reader always needs progress here.
         member.needs_help = lease.needs_help or is_moved

@@ -94,16 +94,17 @@ class Serving:
         text, fds, _, _ = socket.recv_fds(self._line, MAX_MESSAGE_NBYTES, 1)
         if not text:
             return False
+        message = json.loads(text)
+        what = message.pop("do")
         try:
-            message = json.loads(text)
-            answer = self._do(message.pop("do"), message, fds)
+            answer = self._do(what, message, fds)
         except (WeightBridgeError, OSError, ValueError) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         finally:
             for fd in fds:
                 os.close(fd)
         if answer is not None:
-            self._line.send(json.dumps(answer).encode("ascii"))
+            self._line.send(json.dumps({"to": what, **answer}).encode("ascii"))
         return True
 
     def _do(self, what: str, options: dict[str, Any], fds: list[int]) -> dict[str, Any] | None:
@@ -119,7 +120,7 @@ class Serving:
             case "unmap":
                 if (mapped := self._mapped.pop(options["key"], None)) is not None:
                     mapped.close()
-                return {}
+                return None
             case "ping":
                 return {}
             case "help":

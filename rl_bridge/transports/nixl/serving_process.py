@@ -1,7 +1,11 @@
 """The publisher's side of the process that serves reads (see `serving`).
 
-`ServingProcess` starts the process, and another one if it dies. To the publisher it looks like an
-`Agent`: both are a `Host`.
+`ServingProcess` starts the process, and another one if it dies or hangs. To the publisher it looks
+like an `Agent`: both are a `Host`.
+
+Requests that have an answer are answered in their order, so nobody has to wait for one: `hear`
+takes what has come. Each answer has its time. A process that has not answered by then hangs, and
+is killed, which ends a stopped process, too.
 """
 
 import json
@@ -13,8 +17,11 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rl_bridge.errors import TransportUnavailable
@@ -26,20 +33,41 @@ from rl_bridge.transports.nixl.serving import MAX_MESSAGE_NBYTES
 
 _REMEDY = "Try again, or let the publisher serve by itself: serve='inline'."
 
-_LONG_S = 60.0  # to start, or to register memory, which some networks have to pin
-_ANSWER_S = 5.0
+_FIRST_START_S = 60.0
+_LEAST_START_S = 5.0
+# A process that takes the place of another one may take so many times as long to start as the first
+# one did, however slow this machine is; and longer for each segment, which some networks pin.
+_STARTS = 10
+_PIN_S = 20.0
+_REFUSAL_S = 0.5  # a publisher that needs more memory mapped waits so long for a refusal
+_LEAST_S = 0.2  # a process that is well may answer so late where cores are scarce
 _GRACE_S = 1.0
-_END_S = 5.0
-_PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
 
 class _FarRegion(Region):
-    """Memory that the process registered."""
+    """A segment that the process maps; `address` and `metadata` are known once it has."""
 
-    def __init__(self, key: int, epoch: int, address: int, metadata: bytes) -> None:
-        super().__init__(key, 1, address)
-        self.epoch = epoch
-        self.metadata = metadata
+    def __init__(self, key: int, segment: OwnedSegment) -> None:
+        super().__init__(key, 1)
+        self.segment = segment
+        self.metadata = b""
+        self.refusal = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Expected:
+    """An answer that is still to come.
+
+    Attributes:
+        what: the request.
+        until: when it is overdue.
+        region: what is to be mapped.
+
+    """
+
+    what: str
+    until: float
+    region: _FarRegion | None = None
 
 
 class ServingProcess(Host):
@@ -48,8 +76,8 @@ class ServingProcess(Host):
     serves_itself: ClassVar[bool] = True
     epoch: int = 0
 
-    def __init__(self, *, backend: str, params: dict[str, str]) -> None:
-        """Start the process.
+    def __init__(self, *, backend: str, params: dict[str, str], answer_s: float = _PIN_S) -> None:
+        """Start the process. One that serves has to map a segment within `answer_s`.
 
         Raises:
             TransportUnavailable: it cannot be started, or cannot open the library.
@@ -57,22 +85,37 @@ class ServingProcess(Host):
         """
         self.made = Counters()
         self._options: dict[str, Any] = {"backend": backend, "params": params}
+        self._answer_s = max(answer_s, _LEAST_S)
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._connection = b""
         self._keys = 0
-        self._live: set[int] = set()
-        """Keys of the segments that the process has mapped."""
+        self._regions: dict[int, _FarRegion] = {}
+        self._expected: deque[_Expected] = deque()
+        self._awaited: _FarRegion | None = None
+        """The region of a caller that waits for its refusal."""
+        self._is_starting = False
         self._is_helping = False
-        self._how_it_ended = "it is gone"
+        self._start_s = _FIRST_START_S
         _ALL.add(self)
+        began = time.monotonic()
         self._start()
+        try:
+            self._wait(None, _FIRST_START_S)
+        except BaseException:
+            self._end(is_hung=True)  # half-started, it would seem to serve
+            raise
+        if not self.is_serving:
+            self._end(is_hung=True)
+            raise TransportUnavailable("nixl", self.ended, _REMEDY)
+        self._start_s = max(_LEAST_START_S, _STARTS * (time.monotonic() - began))
 
     # ---- the process ----------------------------------------------------------------------------
 
     def _start(self) -> None:
+        """Start the process, and have it map all segments; waits for none of its answers."""
         if not sys.executable:
             raise TransportUnavailable("nixl", "this Python does not know its program", _REMEDY)
         command = command_without_torch(serving.__name__)
@@ -83,16 +126,6 @@ class ServingProcess(Host):
                 self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own words
                     command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL
                 )
-            self._live.clear()
-            self._is_helping = False
-            self.epoch += 1
-            answer = self._ask("open", within_s=_LONG_S, **self._options)
-            self._connection = bytes.fromhex(answer["connection"])
-        except AgentError as error:
-            self._end()
-            raise TransportUnavailable(
-                "nixl", str(error).removesuffix(f". {_REMEDY}"), _REMEDY
-            ) from error
         except OSError as error:
             self._end()
             cause = f"the process that serves reads cannot be started: {error}"
@@ -100,6 +133,12 @@ class ServingProcess(Host):
         except BaseException:
             self._end()  # half-started, it would seem to serve
             raise
+        self.epoch += 1
+        self.is_hopeless = self._is_helping = False
+        self._is_starting = True
+        self._ask("open", self._start_s, **self._options)
+        for region in self._regions.values():
+            self._map(region)
 
     @property
     def pid(self) -> int:
@@ -111,94 +150,164 @@ class ServingProcess(Host):
         """Whether the process ended, or was never started."""
         return self._line is None or self._line.fileno() < 0 or os.getpid() != self._pid
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether readers can be led to everything that was registered."""
+        return not self.is_lost and all(one.what == "ping" for one in self._expected)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long until an answer is overdue; None if none is expected."""
+        left = [one.until for one in self._expected]
+        return min(left) - time.monotonic() if left else None
+
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when it ends; -1 if it has."""
+        """Return the descriptor that becomes readable when it answers or ends; -1 if it has."""
         return -1 if self._line is None else self._line.fileno()
 
-    def notice_end(self) -> bool:
-        """Find out whether the process has ended."""
+    def hear(self) -> None:
+        """Take the answers that came; never waits. Kills the process if one is overdue."""
         with self._lock:
-            if self._line is not None and not self.is_lost:
-                with suppress(BlockingIOError):
-                    try:
-                        is_over = not self._line.recv(1, _PEEK)
-                    except ConnectionError:
-                        is_over = True
-                    if is_over:
-                        self._end()
-            return self.is_lost
+            try:
+                while not self.is_lost and self._take_next():
+                    pass
+            except BaseException:
+                self._end(is_hung=True)  # else the next request would get the answer to this one
+                raise
+            left = self.seconds_left
+            if left is not None and left <= 0:
+                self._end(is_hung=True)
 
-    def ensure(self, *, ping: bool = False) -> bool:
-        """Start another process if this one died, or does not answer a ping.
+    def _take_next(self) -> bool:
+        """Take one answer, or note that the process ended; returns whether there was one."""
+        assert self._line is not None
+        try:
+            text = self._line.recv(MAX_MESSAGE_NBYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            text = b""
+        if text:
+            self._take(json.loads(text))
+        else:
+            self._end()
+        return bool(text)
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        region = None
+        if self._expected and self._expected[0].what == answer["to"]:
+            region = self._expected.popleft().region
+        if "error" in answer:
+            refusal = f"in the process that serves reads: {answer['error']}"
+            if region is not None and region is self._awaited:
+                region.refusal = refusal
+            else:
+                self._end(refusal)
+        elif region is not None:
+            region.address, region.metadata = answer["address"], bytes.fromhex(answer["metadata"])
+            self.made.registrations += 1
+        elif answer["to"] == "open":
+            self._connection = bytes.fromhex(answer["connection"])
+        self._is_starting &= not self.is_serving
+
+    def ensure(self) -> bool:
+        """Start another process if this one ended.
 
         Returns:
-            Whether it is a new process: all memory has to be registered anew.
+            Whether it serves; else it is starting, or has to map something first.
 
         Raises:
             AgentError: it cannot be started.
 
         """
         with self._lock:
-            self.notice_end()
-            if ping and not self.is_lost:
-                with suppress(AgentError):
-                    self._ask("ping", within_s=_ANSWER_S)
-            if not self.is_lost:
-                return False
-            try:
-                self._start()
-            except TransportUnavailable as error:
-                raise AgentError(str(error)) from error
-            return True
+            self.hear()
+            if self.is_lost:
+                try:
+                    self._start()
+                except TransportUnavailable as error:
+                    raise AgentError(str(error)) from error
+            return self.is_serving
 
-    def _end(self) -> None:
+    def doubt(self, within_s: float) -> None:
+        """Have the process show within this time that it runs; `hear` kills it if it does not.
+
+        One that is starting has its own time: else readers in a hurry would never let it start.
+        """
+        with self._lock:
+            if self.is_lost or self._is_starting:
+                return
+            until = time.monotonic() + max(within_s, _LEAST_S)
+            for one in self._expected:
+                if one.what == "ping":
+                    one.until = min(one.until, until)
+                    return
+            self._ask("ping", until - time.monotonic())
+
+    def _end(self, refusal: str = "", *, is_hung: bool = False) -> None:
         """End the process, and note how it ended."""
-        self._live.clear()
+        what = f"did not {self._expected[0].what!r}" if self._expected else "is gone"
+        self._expected.clear()
+        self._is_starting = False
         line, self._line = self._line, None
         process, self._process = self._process, None
         if line is not None:
             line.close()
-        if process is not None and os.getpid() == self._pid:
+        if process is None or os.getpid() != self._pid:
+            return
+        if is_hung:
+            process.kill()
+        try:
+            process.wait(_GRACE_S)  # it ends by itself once its socket is closed
+        except subprocess.TimeoutExpired:
+            is_hung = True
+            process.kill()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)  # it ends by itself once its socket is closed
-            if process.returncode is None:
-                self._how_it_ended = "it hung"
-                process.kill()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_S)
-            elif process.returncode < 0:
-                self._how_it_ended = f"it was ended by {_name_of(-process.returncode)}"
-            else:
-                self._how_it_ended = f"it ended with {process.returncode}"
+                process.wait(_GRACE_S)
+        code = process.returncode or 0
+        how = "it hung" if is_hung else f"it was ended by {_name_of(-code)}" if code < 0 else ""
+        how = how or f"it ended with {code}"
+        self.ended = refusal or f"the process that serves reads {what}: {how}"
+        self.is_hopeless = bool(refusal) or (code > 0 and not is_hung)
 
     # ---- messages to the process ----------------------------------------------------------------
 
-    def _ask(self, what: str, *, within_s: float, fd: int | None = None, **options: Any) -> Any:
-        """Send a request and wait for the answer.
-
-        Raises:
-            AgentError: it refuses, is gone, or does not answer in time and is ended.
-
-        """
-        text = b""
-        try:
+    def _ask(
+        self,
+        what: str,
+        within_s: float,
+        region: _FarRegion | None = None,
+        fd: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Send a request whose answer is expected in this time."""
+        if not self.is_lost:
+            self._expected.append(_Expected(what, time.monotonic() + within_s, region))
             self._send(what, fd, **options)
-            if self._line is not None and _is_readable(self._line, within_s):
-                with suppress(ConnectionError):
-                    text = self._line.recv(MAX_MESSAGE_NBYTES)
-        except BaseException:
-            self._end()  # else the next request would get the answer to this one
-            raise
-        if not text:
-            self._end()
-            raise AgentError(
-                f"the process that serves reads did not {what!r} within {within_s:.0f} s: "
-                f"{self._how_it_ended}. {_REMEDY}"
-            )
-        answer = json.loads(text)
-        if "error" in answer:
-            raise AgentError(f"in the process that serves reads: {answer['error']}")
-        return answer
+
+    def _map(self, region: _FarRegion) -> None:
+        region.address, region.metadata = 0, b""
+        pinning_s = self._start_s + _PIN_S * len(self._expected)
+        self._ask(
+            "map",
+            pinning_s if self._is_starting else self._answer_s,
+            region,
+            region.segment.fd,
+            key=region.descriptors,
+            nbytes=region.segment.nbytes,
+        )
+
+    def _wait(self, region: _FarRegion | None, within_s: float) -> None:
+        """Wait for an answer about this region, at most so long."""
+        until = time.monotonic() + within_s
+        while any(one.region is region for one in self._expected):
+            left = until - time.monotonic()
+            if self._line is None or left <= 0:
+                return
+            poll = select.poll()
+            poll.register(self._line, select.POLLIN)
+            poll.poll(left * 1e3 + 1)
+            self.hear()
 
     def _send(self, what: str, fd: int | None = None, **options: Any) -> None:
         if self.is_lost or self._line is None:
@@ -211,6 +320,8 @@ class ServingProcess(Host):
         )
         try:
             self._line.sendmsg([text], beside, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self._end(is_hung=True)
         except OSError:
             self._end()
 
@@ -218,8 +329,8 @@ class ServingProcess(Host):
 
     @property
     def num_registered(self) -> int:
-        """Ranges of memory that are registered now."""
-        return len(self._live)
+        """Ranges of memory that are registered now, or as soon as the process serves."""
+        return len(self._regions)
 
     def register(self, ranges: object, kind: Kind, device: int = 0) -> Region:
         """Refuse: another process can only map segments.
@@ -232,32 +343,42 @@ class ServingProcess(Host):
         raise AgentError(f"{kind} that is no segment cannot be served. Set serve='inline'.")
 
     def register_segment(self, segment: OwnedSegment) -> Region:
-        """Have the process map and register a segment.
+        """Have the process map and register a segment, and each process that takes its place.
+
+        A process that does not answer for a moment is not waited for: readers are.
 
         Raises:
-            AgentError: the process is gone, or the library refuses.
+            AgentError: the library refuses, or no process can be started.
 
         """
         with self._lock:
             self._keys += 1
-            key = self._keys
-            answer = self._ask(
-                "map", within_s=_LONG_S, fd=segment.fd, key=key, nbytes=segment.nbytes
-            )
-            self._live.add(key)
-            self.made.registrations += 1
-            metadata = bytes.fromhex(answer["metadata"])
-            return _FarRegion(key, self.epoch, answer["address"], metadata)
+            region = _FarRegion(self._keys, segment)
+            self._regions[self._keys] = region
+            epoch = self.epoch
+            try:
+                self.ensure()
+                if self.epoch == epoch:
+                    self._map(region)
+                if not self._is_starting:
+                    self._awaited = region
+                    self._wait(region, _REFUSAL_S)
+                self.ensure()  # it may have died of it
+            except BaseException:
+                self.deregister(region)
+                raise
+            finally:
+                self._awaited = None
+            if region.refusal:
+                self.deregister(region)
+                raise AgentError(region.refusal)
+            return region
 
     def deregister(self, region: Region) -> None:
-        """Have the process unmap a segment. Idempotent; does nothing if that process is gone."""
+        """Have the process unmap a segment. Idempotent."""
         with self._lock:
-            key = region.descriptors
-            is_known = isinstance(region, _FarRegion) and region.epoch == self.epoch
-            if is_known and key in self._live:
-                self._live.discard(key)
-                with suppress(AgentError):  # the process ended, and the registration with it
-                    self._ask("unmap", within_s=_LONG_S, key=key)
+            if self._regions.pop(region.descriptors, None) is not None:
+                self._send("unmap", key=region.descriptors)
 
     def metadata(self, region: Region | None) -> bytes:
         """Describe a region to a peer that will read it; None: only how to reach the process."""
@@ -281,7 +402,8 @@ class ServingProcess(Host):
     def close(self) -> None:
         """End the process. Idempotent; does nothing in a forked child."""
         with self._lock:
-            self._end()
+            self._regions.clear()
+            self._end(is_hung=True)
 
     def close_socket(self) -> None:
         """Close the socket; in a forked child its copy, which would keep the process alive."""
@@ -295,13 +417,6 @@ def _name_of(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _is_readable(line: socket.socket, within_s: float) -> bool:
-    """Wait until something can be read; returns whether it can in time."""
-    poll = select.poll()
-    poll.register(line, select.POLLIN)
-    return bool(poll.poll(within_s * 1e3))
 
 
 _ALL: weakref.WeakSet[ServingProcess] = weakref.WeakSet()

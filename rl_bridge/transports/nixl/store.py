@@ -82,15 +82,6 @@ class VersionStore(ABC):
         return self._where(lease, known)
 
     @abstractmethod
-    def ensure_host(self, *, ping: bool = False) -> bool:
-        """Make sure that a host serves the versions; returns whether it is a new one.
-
-        Raises:
-            AgentError: no host can be had.
-
-        """
-
-    @abstractmethod
     def take(
         self,
         plan: PackPlan,
@@ -113,8 +104,9 @@ class VersionStore(ABC):
 
     def _where(self, lease: Lease, known: _Published) -> Leased:
         at, (addresses, starts, nbytes) = self._locate(lease.update_id, known)
-        parts = () if at.number in lease.known else at.regions
         host = self._host
+        is_moved = lease.epoch != host.epoch
+        parts = () if at.number in lease.known and not is_moved else at.regions
         return Leased(
             update_id=lease.update_id,
             slot=at.number,
@@ -126,7 +118,7 @@ class VersionStore(ABC):
             memory=at.memory,
             device=at.device,
             epoch=host.epoch,
-            moved="" if lease.epoch == host.epoch else host.metadata(None).hex(),
+            moved=host.metadata(None).hex() if is_moved else "",
         )
 
     @abstractmethod
@@ -203,7 +195,6 @@ class SlotStore(VersionStore):
         """Start empty; slots are made when they are needed."""
         super().__init__(host)
         self._arenas = arenas
-        self._epoch = host.epoch
         self._label = label
         self._numbers = itertools.count(1)
         self._slots: dict[Slot, None] = {}
@@ -214,36 +205,8 @@ class SlotStore(VersionStore):
             is_released=self.is_released,
         )
 
-    def ensure_host(self, *, ping: bool = False) -> bool:
-        """Make sure that a host serves the slots; see `Host.ensure`."""
-        self._host.ensure(ping=ping)
-        epoch = self._host.epoch
-        if epoch == self._epoch:
-            return False
-        try:
-            self._arenas.move_to(self._host)
-        except BaseException:
-            self._host.close()  # it knows not all slots: it must not seem to serve them
-            raise
-        self._epoch = epoch
-        return True
-
     def _make_slot(self, arena_nbytes: int) -> Slot:
-        name = f"{self._label}-{next(self._numbers)}"
-        try:
-            self.ensure_host()
-            try:
-                slot = self._arenas.make_slot(name, arena_nbytes)
-            except SegmentError:
-                if not self.ensure_host():  # else the host had died unnoticed
-                    raise
-                slot = self._arenas.make_slot(name, arena_nbytes)
-        except AgentError as error:
-            msg = (
-                f"a slot of {arena_nbytes} bytes cannot be served: {error} Ask `rl-bridge doctor` "
-                "what NIXL lacks here, or use the transport broadcast."
-            )
-            raise SegmentError(msg) from error
+        slot = self._arenas.make_slot(f"{self._label}-{next(self._numbers)}", arena_nbytes)
         self._slots[slot] = None
         return slot
 
@@ -450,18 +413,12 @@ class InPlaceStore(VersionStore):
             slot.update_id = None
         super().release(update_id)
 
-    def ensure_host(self, *, ping: bool = False) -> bool:
-        """Do nothing: this process serves."""
-        return self._host.ensure(ping=ping)
-
     def _locate(self, update_id: str, known: _Published) -> tuple[SlotRegistration, _Ranges]:
         """Find one range for each tensor."""
         live = self._tensors_of[update_id]
         assert known.slot is self._slot
-        regions = (self._stamp,) if live.region is None else (self._stamp, live.region)
-        stamp = self._stamp.address
-        at = SlotRegistration(live.number, regions, self._kind, self._device, stamp, stamp)
-        return at, live.where
+        regions = (self._stamp,) if live.region is None else (live.region, self._stamp)
+        return SlotRegistration(live.number, regions, self._kind, self._device, 0), live.where
 
     def _free(self, update_id: str) -> None:
         """Deregister the tensors, if the trainer has others by now."""

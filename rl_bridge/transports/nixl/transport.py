@@ -28,7 +28,7 @@ from rl_bridge.transports.nixl import library
 from rl_bridge.transports.nixl.agent import REMEDY, Agent, Counters, Host
 from rl_bridge.transports.nixl.arenas import RegisteredArenas
 from rl_bridge.transports.nixl.library import backend_cause
-from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint
+from rl_bridge.transports.nixl.messages import STALL_PART, Entry, NIXLEndpoint
 from rl_bridge.transports.nixl.serving_process import ServingProcess
 from rl_bridge.transports.nixl.store import InPlaceStore, SlotStore
 from rl_bridge.transports.wire.acceptor import listen
@@ -200,7 +200,8 @@ class NIXL(Transport):
 
     def _host(self) -> Host:
         if self._serve == "process":
-            return ServingProcess(backend=self._backend, params=self._params)
+            answer_s = self._timeout_s * STALL_PART
+            return ServingProcess(backend=self._backend, params=self._params, answer_s=answer_s)
         return Agent("publisher", backend=self._backend, params=self._params)
 
     def consumer_end(self, worker: str, rank: int) -> ConsumerEnd:
