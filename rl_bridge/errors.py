@@ -5,6 +5,7 @@ The tree::
     WeightBridgeError(RuntimeError)
     ├── WeightBridgeUnavailableError      this machine, transport or engine cannot do it ("blocked")
     │   ├── TransportUnavailable          a transport is blocked, with cause and remedy
+    │   ├── CertificateRefused            TLS: a certificate is expired, foreign, or another host's
     │   ├── SignatureRefused              a request or answer over HTTP without the right key
     │   └── TransferTimeout               (DeadlineExceeded too) bytes did not arrive in time
     ├── WeightManifestValidationError     manifest or bytes are not what they claim
@@ -53,6 +54,7 @@ import logging
 __all__ = [
     "BadSegmentName",
     "BridgeClosed",
+    "CertificateRefused",
     "ChecksumMismatch",
     "DeadlineExceeded",
     "DigestMismatch",
@@ -126,6 +128,13 @@ class TransportUnavailable(WeightBridgeUnavailableError):
 
     def __str__(self) -> str:
         return f"transport {self.transport!r} is blocked: {self.cause}. {self.remedy}"
+
+
+class CertificateRefused(WeightBridgeUnavailableError):
+    """TLS: a certificate was refused, the other side's or this one's; nothing was said behind it.
+
+    It has expired, another authority signed it, or it names another host.
+    """
 
 
 class SignatureRefused(WeightBridgeUnavailableError):

@@ -36,6 +36,7 @@ from rl_bridge.transports.registry import (
     register_transport,
     transport_class,
 )
+from rl_bridge.transports.wire.tls import TLSFiles
 
 __all__ = [
     "ALIASES",
@@ -50,6 +51,7 @@ __all__ = [
     "Pin",
     "PublisherEnd",
     "Record",
+    "TLSFiles",
     "Transport",
     "UpdateReport",
     "anonymous_pin",

@@ -40,6 +40,7 @@ from rl_bridge.transports.wire.channel import (
     keep_newest,
 )
 from rl_bridge.transports.wire.connector import Connector
+from rl_bridge.transports.wire.tls import TLS
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,10 +50,20 @@ _GOODBYE_S = 1.0
 _MAX_REPORT_NBYTES = 48 << 10
 
 
-def _join_group(info: BroadcastInitInfo, join: Join, *, timeout_s: float) -> Channel:
+def _join_group(
+    info: BroadcastInitInfo, join: Join, *, timeout_s: float, tls: TLS | None
+) -> Channel:
     """Connect, prove that the token is known, and join."""
     what = "the publisher's broadcast group"
-    connector = Connector(what, info.address, info.port, magic=MAGIC, timeout_s=timeout_s)
+    connector = Connector(
+        what,
+        info.address,
+        info.port,
+        magic=MAGIC,
+        timeout_s=timeout_s,
+        tls=tls,
+        has_tls=info.has_tls,
+    )
     channel = connector.connect(bytes.fromhex(info.token), info.identity)
     try:
         channel.send(join)
@@ -84,6 +95,7 @@ class ControlClient:
         is_observer: bool,
         takes_offers: bool,
         timeout_s: float,
+        tls: TLS | None,
     ) -> None:
         """Connect, prove that the token is known, and join; an observer leaves no record.
 
@@ -91,7 +103,7 @@ class ControlClient:
 
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
-            WeightBridgeUnavailableError: it has no room for this side.
+            WeightBridgeUnavailableError: it has no room for this side, or a certificate is refused.
             TransferTimeout: it does not answer in time.
 
         """
@@ -114,7 +126,7 @@ class ControlClient:
             pid=self._pid,
             is_observer=is_observer,
         )
-        self._channel = _join_group(info, self._identity, timeout_s=timeout_s)
+        self._channel = _join_group(info, self._identity, timeout_s=timeout_s, tls=tls)
         self._wake = Wake()
         self._receiver = Receiver(
             info.backend,

@@ -20,6 +20,7 @@ from rl_bridge.transports.broadcast.client import ControlClient
 from rl_bridge.transports.broadcast.init_info import Backend, BroadcastHandle, BroadcastInitInfo
 from rl_bridge.transports.wire.arenas import Arenas, Arrivals
 from rl_bridge.transports.wire.channel import read_handle
+from rl_bridge.transports.wire.tls import TLS
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,12 +39,13 @@ class BroadcastConsumer(ConsumerEnd):
         override: bool,
         num_threads: int | None,
         timeout_s: float,
+        tls: TLS | None,
     ) -> None:
         """Join the group of `init_info` at once, if given; other groups when a manifest comes.
 
         Raises:
             SegmentError: its publisher is gone.
-            WeightBridgeUnavailableError: it has no room.
+            WeightBridgeUnavailableError: it has no room, or a certificate is refused.
             TransferTimeout: it does not answer in time.
 
         """
@@ -55,6 +57,7 @@ class BroadcastConsumer(ConsumerEnd):
         self._override = override
         self._num_threads = num_threads
         self._timeout_s = timeout_s
+        self._tls = tls
         self._clients: dict[str, tuple[ControlClient, Arrivals]] = {}
         # The next version is offered before anybody here asks for it: as much of it is taken as
         # was read of the last one.
@@ -164,6 +167,7 @@ class BroadcastConsumer(ConsumerEnd):
             is_observer=is_observer,
             takes_offers=self._takes_offers,
             timeout_s=self._timeout_s,
+            tls=self._tls,
         )
         # Only now: a manifest that leads nowhere must not end a connection that works.
         self._clients[group.publisher_id] = client, arrivals

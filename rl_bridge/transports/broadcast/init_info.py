@@ -7,6 +7,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    StrictBool,
     StrictInt,
     StrictStr,
     ValidationError,
@@ -45,6 +46,7 @@ class BroadcastInitInfo(BaseModel):
         backend: what carries the bytes.
         world_size: how many members, the trainer and all engine ranks; 0: they come and go.
         rank_offset: added to an engine's own rank gives its place in the group.
+        has_tls: whether the publisher's control connections have TLS.
 
     """
 
@@ -58,6 +60,7 @@ class BroadcastInitInfo(BaseModel):
     backend: Backend
     world_size: Annotated[StrictInt, Field(ge=0, lt=2**20)] = 0
     rank_offset: Annotated[StrictInt, Field(ge=1, lt=2**20)] = 1
+    has_tls: StrictBool = False
 
     @property
     def identity(self) -> str:

@@ -28,6 +28,7 @@ from rl_bridge.transports.broadcast.init_info import (
 from rl_bridge.transports.broadcast.sender import Offered, Sender
 from rl_bridge.transports.broadcast.server import ControlServer
 from rl_bridge.transports.wire.arenas import Arenas
+from rl_bridge.transports.wire.tls import TLS
 
 
 def group_info(
@@ -37,6 +38,7 @@ def group_info(
     group_name: str | None,
     backend: Backend,
     world_size: int,
+    has_tls: bool,
 ) -> BroadcastInitInfo:
     """Describe a new group to its receivers."""
     address, port = listener.getsockname()[:2]
@@ -48,6 +50,7 @@ def group_info(
         group_name=f"rl_bridge-{publisher_id[:12]}" if group_name is None else group_name,
         backend=backend,
         world_size=world_size,
+        has_tls=has_tls,
     )
 
 
@@ -64,6 +67,7 @@ class BroadcastPublisher(PublisherEnd):
         max_consumers: int,
         num_threads: int | None,
         timeout_s: float,
+        tls: TLS | None,
     ) -> None:
         """Serve receivers from now on."""
         self.info = info
@@ -85,7 +89,9 @@ class BroadcastPublisher(PublisherEnd):
             limit=max_slots,
             name_holders=receivers_of,
         )
-        self._server = ControlServer(listener, info, max_members=max_consumers, timeout_s=timeout_s)
+        self._server = ControlServer(
+            listener, info, max_members=max_consumers, timeout_s=timeout_s, tls=tls
+        )
         self._sender = sender = Sender(
             self._server,
             arenas,

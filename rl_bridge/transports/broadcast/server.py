@@ -30,6 +30,7 @@ from rl_bridge.transports.wire.channel import (
     keep_newest,
 )
 from rl_bridge.transports.wire.server import Peer, PeerServer
+from rl_bridge.transports.wire.tls import TLS
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class ControlServer(PeerServer[Member, Join]):
         *,
         max_members: int,
         timeout_s: float,
+        tls: TLS | None,
     ) -> None:
         """Serve at `listener`, and close it at the end; each connection joins in `timeout_s`."""
         self.info = info
@@ -86,6 +88,7 @@ class ControlServer(PeerServer[Member, Join]):
             parse=from_receiver,
             timeout_s=timeout_s,
             max_members=max_members,
+            tls=tls,
         )
 
     # ---- calls from the sender ------------------------------------------------------------------

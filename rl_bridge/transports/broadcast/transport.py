@@ -23,6 +23,7 @@ from rl_bridge.transports.base import (
 from rl_bridge.transports.broadcast.init_info import BACKENDS, Backend, BroadcastInitInfo
 from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
 from rl_bridge.transports.wire.channel import checked_address, checked_port
+from rl_bridge.transports.wire.tls import TLSFiles, load_tls
 
 _REMEDIES = {
     "gloo": "Use shared-memory on one machine, or a build of torch with Gloo.",
@@ -68,6 +69,7 @@ class Broadcast(Transport):
         max_consumers: int = 64,
         num_threads: int | None = None,
         timeout_s: float = 30.0,
+        tls: TLSFiles | Mapping[str, str] | None = None,
     ) -> None:
         """Configure; receivers learn everything else from the manifest, or from `init_info`.
 
@@ -90,11 +92,15 @@ class Broadcast(Transport):
             num_threads: threads that copy and digest; None takes the usable cores.
             timeout_s: longest that an import waits while nothing of its update arrives. Each single
                 wait for a peer, for an answer or for a slice, takes at most a third.
+            tls: certificate, key and authority of this side, also as a mapping: control connections
+                are encrypted, and both sides show a certificate. The publisher's names `address`.
+                The bytes of the weights travel as Gloo or NCCL send them. On both sides, or none.
 
         Raises:
             TypeError: an option of the wrong type.
             ValueError: an option out of its range; a `world_size` of less than 2.
             MalformedManifest: `init_info` is no such description.
+            WeightBridgeUnavailableError: one of the files of `tls` cannot be used.
 
         """
         if backend not in BACKENDS:
@@ -115,6 +121,7 @@ class Broadcast(Transport):
         self._max_consumers = checked_count("max_consumers", max_consumers)
         self._num_threads = checked_threads(num_threads)
         self._timeout_s = checked_seconds("timeout_s", timeout_s)
+        self._tls = load_tls(tls)
         self._last_info: BroadcastInitInfo | None = None
 
     @classmethod
@@ -161,6 +168,7 @@ class Broadcast(Transport):
                 group_name=self._group_name,
                 backend=self._backend,
                 world_size=self._world_size,
+                has_tls=self._tls is not None,
             )
             end = BroadcastPublisher(
                 listener,
@@ -170,6 +178,7 @@ class Broadcast(Transport):
                 max_consumers=self._max_consumers,
                 num_threads=self._num_threads,
                 timeout_s=self._timeout_s,
+                tls=self._tls,
             )
         except BaseException:
             listener.close()
@@ -191,6 +200,7 @@ class Broadcast(Transport):
             override=self._override,
             num_threads=self._num_threads,
             timeout_s=self._timeout_s,
+            tls=self._tls,
         )
 
     def _require_backend(self) -> None:

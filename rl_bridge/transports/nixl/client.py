@@ -47,6 +47,7 @@ from rl_bridge.transports.wire.channel import (
     keep_newest,
 )
 from rl_bridge.transports.wire.connector import Connector
+from rl_bridge.transports.wire.tls import TLS
 
 _KEPT_REPORTS = 6
 _MAX_REPORT_NBYTES = 1 << 20
@@ -69,12 +70,13 @@ class ControlClient:
         timeout_s: float,
         reader: str,
         within_s: float | None = None,
+        tls: TLS | None,
     ) -> None:
         """Connect, prove that the token is known, and join, within the shorter of the two times.
 
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
-            WeightBridgeUnavailableError: it has no room for this side.
+            WeightBridgeUnavailableError: it has no room for this side, or a certificate is refused.
             TransferTimeout: it does not answer in time.
 
         """
@@ -90,6 +92,7 @@ class ControlClient:
         self.known_slots: dict[int, Leased] = {}
         self._deferred: list[bytes] = []
         self._timeout_s = timeout_s
+        self._tls = tls
         self._identity = Join(
             worker=worker[:512],
             rank=rank,
@@ -122,6 +125,8 @@ class ControlClient:
             magic=MAGIC,
             timeout_s=self._timeout_s,
             within_s=within_s,
+            tls=self._tls,
+            has_tls=self.endpoint.has_tls,
         )
 
     def _join(self, connector: Connector) -> Welcome:

@@ -39,6 +39,7 @@ from rl_bridge.transports.nixl.fetch import Fetch, Job, SharedSlot, Source, Torn
 from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint, NIXLHandle
 from rl_bridge.transports.wire.arenas import Arenas
 from rl_bridge.transports.wire.channel import read_handle
+from rl_bridge.transports.wire.tls import TLS
 
 _LOG = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
@@ -140,6 +141,7 @@ class NIXLConsumer(ConsumerEnd):
         token: bytes | None,
         num_threads: int | None,
         timeout_s: float,
+        tls: TLS | None,
     ) -> None:
         """Open nothing yet."""
         self._worker = worker
@@ -151,6 +153,7 @@ class NIXLConsumer(ConsumerEnd):
         self._token = token
         self._num_threads = num_threads
         self._timeout_s = timeout_s
+        self._tls = tls
         self._meet_s = min(_MEET_S, timeout_s)
         self._resources = _Resources()
         self._num_gathering = 0
@@ -400,6 +403,7 @@ class NIXLConsumer(ConsumerEnd):
             timeout_s=self._timeout_s,
             reader=self._reader,
             within_s=within_s,
+            tls=self._tls,
         )
         if known is None:
             source = Source(client, self._make_arenas(), self._agent())

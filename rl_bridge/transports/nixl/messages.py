@@ -209,6 +209,7 @@ class NIXLEndpoint(BaseModel):
         publisher_id: the publisher of the versions.
         token: the shared secret, 64 hexadecimal digits; None if both sides were given it.
         backend: what carries the bytes.
+        has_tls: whether its control connections have TLS.
 
     """
 
@@ -220,6 +221,7 @@ class NIXLEndpoint(BaseModel):
     publisher_id: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
     token: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     backend: Annotated[StrictStr, Field(pattern=r"^[A-Z0-9_]{1,32}$")] = "UCX"
+    has_tls: StrictBool = False
 
     @property
     def identity(self) -> str:

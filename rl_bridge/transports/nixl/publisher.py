@@ -17,6 +17,7 @@ from rl_bridge.transports.nixl.agent import Counters, Host
 from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint, NIXLHandle
 from rl_bridge.transports.nixl.server import ControlServer
 from rl_bridge.transports.nixl.store import VersionStore
+from rl_bridge.transports.wire.tls import TLS
 
 
 class NIXLPublisher(PublisherEnd):
@@ -35,6 +36,7 @@ class NIXLPublisher(PublisherEnd):
         max_consumers: int,
         num_threads: int | None,
         timeout_s: float,
+        tls: TLS | None,
     ) -> None:
         """Serve readers from now on."""
         self.endpoint = endpoint
@@ -52,6 +54,7 @@ class NIXLPublisher(PublisherEnd):
             token=token,
             max_members=max_consumers,
             timeout_s=timeout_s,
+            tls=tls,
         )
         # A bridge that is dropped instead of closed must not go on serving.
         self._finalizer = weakref.finalize(self, _end, self._server, self._store, host)

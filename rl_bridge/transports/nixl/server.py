@@ -33,6 +33,7 @@ from rl_bridge.transports.nixl.messages import (
 from rl_bridge.transports.nixl.store import VersionStore
 from rl_bridge.transports.wire.channel import Channel, Gone, Leave, Message, Refused, Reported
 from rl_bridge.transports.wire.server import Peer, PeerServer
+from rl_bridge.transports.wire.tls import TLS
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class ControlServer(PeerServer[_Member, Join]):
         token: bytes,
         max_members: int,
         timeout_s: float,
+        tls: TLS | None,
     ) -> None:
         """Serve at `listener`, and close it at the end.
 
@@ -86,6 +88,7 @@ class ControlServer(PeerServer[_Member, Join]):
             timeout_s=timeout_s,
             max_members=max_members,
             max_message_nbytes=MAX_MESSAGE_NBYTES,
+            tls=tls,
         )
 
     @property

@@ -34,6 +34,7 @@ from rl_bridge.transports.nixl.store import InPlaceStore, SlotStore
 from rl_bridge.transports.wire.acceptor import listen
 from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
 from rl_bridge.transports.wire.channel import checked_address, checked_port
+from rl_bridge.transports.wire.tls import TLSFiles, load_tls
 
 _MAX_PORT = 2**16 - 1
 
@@ -64,6 +65,7 @@ class NIXL(Transport):
         max_consumers: int = 64,
         num_threads: int | None = None,
         timeout_s: float = 30.0,
+        tls: TLSFiles | Mapping[str, str] | None = None,
     ) -> None:
         """Configure; engines learn everything else from the manifest.
 
@@ -94,10 +96,14 @@ class NIXL(Transport):
             num_threads: threads that copy and digest; None takes the usable cores.
             timeout_s: longest that an import waits while nothing of its update arrives; a lease
                 that its reader does not renew ends after this time.
+            tls: certificate, key and authority of this side, also as a mapping: control connections
+                are encrypted, and both sides show a certificate. The publisher's names `address`.
+                The bytes of the weights travel as UCX sends them. On both sides, or on none.
 
         Raises:
             TypeError: an option of the wrong type.
             ValueError: an option out of its range.
+            WeightBridgeUnavailableError: one of the files of `tls` cannot be used.
 
         """
         self._address = checked_address(address)
@@ -130,6 +136,7 @@ class NIXL(Transport):
         self._max_consumers = checked_count("max_consumers", max_consumers)
         self._num_threads = checked_threads(num_threads)
         self._timeout_s = checked_seconds("timeout_s", timeout_s)
+        self._tls = load_tls(tls)
 
     def _checked_serve(self, serve: object) -> Literal["process", "inline"]:
         match serve:
@@ -179,6 +186,7 @@ class NIXL(Transport):
                 publisher_id=publisher_id,
                 token=token if self._token is None else None,
                 backend=self._backend,
+                has_tls=self._tls is not None,
             )
             return NIXLPublisher(
                 listener,
@@ -191,6 +199,7 @@ class NIXL(Transport):
                 max_consumers=self._max_consumers,
                 num_threads=self._num_threads,
                 timeout_s=self._timeout_s,
+                tls=self._tls,
             )
         except BaseException:
             listener.close()
@@ -218,6 +227,7 @@ class NIXL(Transport):
             token=None if self._token is None else bytes.fromhex(self._token),
             num_threads=self._num_threads,
             timeout_s=self._timeout_s,
+            tls=self._tls,
         )
 
     @staticmethod

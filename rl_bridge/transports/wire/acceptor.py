@@ -1,12 +1,14 @@
 """The publisher's side of new connections: a listening socket, and the greeting.
 
-Anybody can open connections and say nothing. So the connections that have not joined yet are
-bounded in number and in time, and a stranger never pushes out a peer that has proven itself.
+Anybody can open connections and say nothing, or what is no TLS. So the connections that have not
+joined yet are bounded in number and in time, and a stranger never pushes out a peer that has proven
+itself.
 """
 
 import errno
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from rl_bridge.transports.wire.channel import (
     Greeting,
     fresh_nonce,
 )
+from rl_bridge.transports.wire.tls import TLS, why_refused
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ _Joined = TypeVar("_Joined")
 _BACKLOG = 128
 _MIN_PENDING = 64
 _PAUSE_S = 0.05
+_QUIET_S = 5.0
 
 
 def listen(name: str, address: str, port: int) -> socket.socket:
@@ -56,11 +60,17 @@ def listen(name: str, address: str, port: int) -> socket.socket:
 class _Pending:
     """A connection that has not joined yet."""
 
-    def __init__(self, channel: Channel, greeting: Greeting, until: float) -> None:
+    def __init__(self, channel: Channel, peer: str, greeting: Greeting, until: float) -> None:
         self.channel = channel
+        self.peer = peer
         self.greeting = greeting
         self.until = until
         self.is_proven = False
+
+    @property
+    def trust(self) -> tuple[bool, bool]:
+        """Orders strangers before peers whose certificate was accepted, and all before proven."""
+        return self.is_proven, self.channel.is_secured
 
 
 class Acceptor(Generic[_Joined]):
@@ -80,13 +90,15 @@ class Acceptor(Generic[_Joined]):
         timeout_s: float,
         max_message_nbytes: int = MAX_MESSAGE_NBYTES,
         max_members: int,
+        tls: TLS | None = None,
     ) -> None:
         """Own a listening socket; for `magic`, `token` and `identity` see `Greeting`.
 
         `parse` reads the first message after the greeting; None turns the connection away. A
         connection may take `timeout_s` to join. All of `max_members` peers may come at once, and
         each takes some round trips: twice as many connections may wait to join, and 64 in any case.
-        Beyond that the oldest is turned away, strangers before peers that proved themselves.
+        Beyond that the oldest is turned away, strangers before peers that proved themselves. With
+        `tls`, its handshake counts as part of the greeting.
         """
         self.listener = listener
         self._magic = magic
@@ -97,6 +109,9 @@ class Acceptor(Generic[_Joined]):
         self._max_message_nbytes = max_message_nbytes
         self._max_pending = max(_MIN_PENDING, 2 * max_members)
         self._pending: dict[int, _Pending] = {}
+        self._tls = tls
+        self._quiet_until = 0.0
+        self._num_unsaid = 0
 
     @property
     def channels(self) -> list[Channel]:
@@ -131,25 +146,30 @@ class Acceptor(Generic[_Joined]):
 
     def _accept(self, pause: threading.Condition) -> None:
         try:
-            connection, _ = self.listener.accept()
+            connection, peer = self.listener.accept()
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
                 pause.wait(_PAUSE_S)  # the listener stays ready: do not poll it in a busy loop
             return
         channel = Channel(
-            connection, max_message_nbytes=self._max_message_nbytes, timeout_s=self._timeout_s
+            connection,
+            max_message_nbytes=self._max_message_nbytes,
+            timeout_s=self._timeout_s,
+            tls=None if self._tls is None else self._tls.accept(),
         )
         greeting = Greeting(self._magic, self._token, self._identity, fresh_nonce())
         until = time.monotonic() + self._timeout_s
-        self._pending[connection.fileno()] = _Pending(channel, greeting, until)
+        self._pending[connection.fileno()] = _Pending(channel, str(peer[0]), greeting, until)
         channel.send_raw(greeting.hello)
-        strangers_first = sorted(self._pending, key=lambda fd: self._pending[fd].is_proven)
+        strangers_first = sorted(self._pending, key=lambda fd: self._pending[fd].trust)
         for oldest in strangers_first[: -self._max_pending]:
             self._turn_away(oldest)
 
     def _greet(self, fd: int, pending: _Pending) -> _Joined | None:
         channel = pending.channel
         channel.fill()
+        if channel.failure is not None:
+            self._say_refused(pending.peer, channel.failure)
         if not pending.is_proven:
             answer = channel.take_raw(GREETING_NBYTES["answer"])
             if answer is not None:
@@ -171,6 +191,16 @@ class Acceptor(Generic[_Joined]):
             return None
         del self._pending[fd]
         return join
+
+    def _say_refused(self, peer: str, error: ssl.SSLError) -> None:
+        """Write one line about a connection that TLS ended; of very many, one in a while."""
+        now = time.monotonic()
+        if now < self._quiet_until:
+            self._num_unsaid += 1
+            return
+        more = f" (and {self._num_unsaid} more meanwhile)" if self._num_unsaid else ""
+        self._quiet_until, self._num_unsaid = now + _QUIET_S, 0
+        _LOG.warning("a connection from %s was refused: %s%s", peer, why_refused(error), more)
 
     def _turn_away(self, fd: int) -> None:
         pending = self._pending.pop(fd, None)

@@ -5,7 +5,7 @@ side sends random bytes and a keyed digest (HMAC-SHA256) of both sides' random b
 group's identity. The token itself never travels. Messages follow, each with its length ahead of
 it: JSON objects with a ``kind``. Every transport adds kinds of its own, and a text that is no
 message ends the connection. Sending never waits: a `Channel` keeps what the peer does not take yet,
-up to a bound.
+up to a bound. With TLS all of it, the greeting too, comes behind its handshake.
 
 The manifest of a version, and a transport's options, say where a publisher listens. Both are
 checked before anything is connected to.
@@ -18,7 +18,9 @@ import math
 import operator
 import os
 import secrets
+import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -44,6 +46,7 @@ from rl_bridge.errors import MalformedManifest, SegmentError, StaleUpdate, Weigh
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.holding import Holding
+from rl_bridge.transports.wire.tls import Session
 
 # ---- the greeting -------------------------------------------------------------------------------
 
@@ -125,10 +128,19 @@ _LENGTH = struct.Struct("!I")
 _MAX_PENDING = 1024
 _CHUNK = 1 << 16
 _LONGEST_KEEPIDLE_S = 32767  # Linux takes no more
+_TURN_S = 0.1
 
 
 class Channel:
-    """A socket with framed messages; sending works from any thread, and from finalizers."""
+    """A socket with framed messages; sending works from any thread, and from finalizers.
+
+    Attributes:
+        socket: the socket.
+        is_lost: whether the connection ended, as far as this side read. With TLS it makes no
+            difference whether the other side said so: a message is whole, or it does not count.
+        failure: why TLS ended it; None if it did not.
+
+    """
 
     def __init__(
         self,
@@ -136,6 +148,7 @@ class Channel:
         *,
         max_message_nbytes: int = MAX_MESSAGE_NBYTES,
         timeout_s: float | None = None,
+        tls: Session | None = None,
     ) -> None:
         """Own a connected socket.
 
@@ -144,6 +157,7 @@ class Channel:
             max_message_nbytes: the largest message.
             timeout_s: a peer's machine that vanished is noticed in about three times as long. None
                 leaves that to the kernel, which takes hours.
+            tls: this connection's, which begins now; what is sent meanwhile waits for it.
 
         """
         self._max_message_nbytes = max_message_nbytes
@@ -155,17 +169,31 @@ class Channel:
                 _set_keepalive(connection, timeout_s)
         self.socket = connection
         self.is_lost = False
+        self.failure: ssl.SSLError | None = None
+        self._tls = tls
         self._incoming = bytearray()
         self._outgoing: deque[bytes] = deque()
+        self._rest = b""
+        """What the kernel did not take yet of the bytes that were last given to it."""
         # Not reentrant: a finalizer may run inside of `flush`, in the same thread, and must not
         # send into the middle of a message. The `flush` that it interrupted sends its message.
-        self._sending = threading.Lock()
+        # With TLS, reading has its turn by the same lock: both change one session.
+        self._turn = threading.Lock()
         _CHANNELS.add(self)
+        self.flush()
+
+    @property
+    def is_secured(self) -> bool:
+        """Whether it has TLS, and both sides accepted the other's certificate."""
+        return self._tls is not None and self._tls.is_established
 
     @property
     def has_outgoing(self) -> bool:
         """Whether something waits until the peer reads."""
-        return bool(self._outgoing)
+        if self._tls is None:
+            return bool(self._rest or self._outgoing)
+        is_ready = self._tls.has_leaving or (self._tls.is_established and bool(self._outgoing))
+        return bool(self._rest) or is_ready
 
     def send(self, message: BaseModel) -> None:
         """Send a message, or keep it until `flush`; does nothing on a lost connection."""
@@ -190,43 +218,73 @@ class Channel:
 
     def flush(self) -> None:
         """Hand to the kernel as much as it takes. Never waits."""
-        while self._outgoing and not self.is_lost and self._sending.acquire(blocking=False):
+        while self.has_outgoing and not self.is_lost and self._turn.acquire(blocking=False):
             try:
-                while self._outgoing:
-                    data = self._outgoing[0]
+                while data := self._next():
                     num = self.socket.send(data, socket.MSG_NOSIGNAL)
-                    if num == len(data):
-                        self._outgoing.popleft()
-                    else:
-                        self._outgoing[0] = data[num:]
+                    self._rest = data[num:]
             except BlockingIOError:
                 return
-            except OSError:
-                self.is_lost = True
+            except OSError as error:
+                self._end(error)
             finally:
-                self._sending.release()
+                self._turn.release()
+
+    def _next(self) -> bytes:
+        """The next bytes for the kernel, kept in `_rest`; empty if there are none."""
+        if not self._rest and self._tls is None:
+            self._rest = self._outgoing.popleft() if self._outgoing else b""
+        elif not self._rest and self._tls is not None:
+            if self._outgoing and self._tls.is_established and not self._tls.has_leaving:
+                self._tls.seal(self._outgoing.popleft())
+            self._rest = self._tls.take()
+        return self._rest
+
+    def _end(self, error: OSError) -> None:
+        if isinstance(error, ssl.SSLError):
+            self.failure = error
+            if self._tls is not None:
+                with suppress(OSError):  # the peer learns why, if it takes these few bytes at once
+                    self.socket.send(self._rest + self._tls.take(), socket.MSG_NOSIGNAL)
+        self.is_lost = True
 
     def fill(self, *, is_polled: bool = False) -> None:
         """Read what is there, without waiting; sets `is_lost` at the end of the stream.
 
         If the caller polls the socket again soon (`is_polled`), the end of the stream is noticed
-        then, and not looked for after the last bytes.
+        then, and not looked for after the last bytes. With TLS, another thread that is just sending
+        may keep this one from reading: then it is as if nothing had come, until the next call.
         """
+        if self._tls is None:
+            self._fill(is_polled=is_polled)
+            return
+        # Bounded, since a finalizer may read in the middle of `flush`, in the same thread.
+        if self._turn.acquire(timeout=_TURN_S):
+            try:
+                self._fill(is_polled=is_polled)
+            finally:
+                self._turn.release()
+            self.flush()  # answers of the handshake, and what waited for its end
+
+    def _fill(self, *, is_polled: bool) -> None:
         try:
             while True:
                 data = self.socket.recv(_CHUNK)
-                if not data:
+                if data and self._tls is not None:
+                    self._tls.feed(data, self._incoming)
+                else:
+                    self._incoming += data
+                if not data or (self._tls is not None and self._tls.is_ended):
                     self.is_lost = True
                     return
-                self._incoming += data
                 if is_polled and len(data) < _CHUNK:
                     return
                 if len(self._incoming) > 2 * (self._max_message_nbytes + _CHUNK):
                     return  # complete messages are taken out first
         except BlockingIOError:
             return
-        except OSError:
-            self.is_lost = True
+        except OSError as error:
+            self._end(error)
 
     def take_raw(self, nbytes: int) -> bytes | None:
         """Take a number of the bytes that were read; None if there are fewer."""
@@ -256,20 +314,11 @@ class Channel:
             left = until - time.monotonic()
             if self.is_lost or left <= 0:
                 return None
-            self.socket.settimeout(left)
-            try:
-                more = self.socket.recv(nbytes - len(self._incoming))
-            except TimeoutError:
-                return None
-            except OSError:
-                more = b""
-            finally:
-                with suppress(OSError):
-                    self.socket.setblocking(False)  # noqa: FBT003 - Python's own signature
-            if not more:
-                self.is_lost = True
-                return None
-            self._incoming += more
+            poll = select.poll()
+            poll.register(self.socket, select.POLLIN | (select.POLLOUT if self.has_outgoing else 0))
+            poll.poll(left * 1e3)
+            self.flush()
+            self.fill(is_polled=True)
         return data
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from rl_bridge.transports.wire.channel import (
     Greeting,
     fresh_nonce,
 )
+from rl_bridge.transports.wire.tls import TLS, unlike
 
 # The network failed; the publisher may be well.
 _NETWORK = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
@@ -35,17 +36,23 @@ class Connector:
         magic: bytes,
         timeout_s: float,
         within_s: float | None = None,
+        tls: TLS | None = None,
+        has_tls: bool | None = None,
     ) -> None:
         """Begin; nothing is opened yet.
 
         All of it takes at most `timeout_s`, or `within_s` if that is shorter. Messages name the
         publisher by `what`, such as "the publisher's broadcast group". For `magic` see `Greeting`.
+        With `tls`, nothing goes over the connection without it, whatever the publisher says of
+        itself (`has_tls`; None if it says nothing).
         """
         self._address = address
         self._port = port
         self._magic = magic
         self._timeout_s = timeout_s
         self._within_s = timeout_s if within_s is None else min(within_s, timeout_s)
+        self._tls = tls
+        self._has_tls = has_tls
         self._until = time.monotonic() + self._within_s
         self.where = f"{what} at {address} port {port}"
 
@@ -57,13 +64,20 @@ class Connector:
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
             TransferTimeout: it does not answer in time.
+            CertificateRefused: one side refuses the other's certificate.
             WeightBridgeUnavailableError: the network does not lead there now, this process has no
-                descriptor left, or the publisher hung up before it looked at the token.
+                descriptor left, only one side has TLS, or the publisher hung up before it looked at
+                the token.
 
         """
+        if self._has_tls not in {None, self._tls is not None}:
+            raise unlike(self.where, has_tls=self._tls is None)
         for is_last in (False, True):
             channel = Channel(
-                self._open(), max_message_nbytes=max_message_nbytes, timeout_s=self._timeout_s
+                self._open(),
+                max_message_nbytes=max_message_nbytes,
+                timeout_s=self._timeout_s,
+                tls=None if self._tls is None else self._tls.connect(self._address),
             )
             try:
                 if self._greet(channel, token, identity):
@@ -77,8 +91,8 @@ class Connector:
                 select.poll().poll(max(0, min(_RETRY_MS, left_ms)))
         msg = (
             f"{self.where} hung up in the greeting, before it looked at the token: too many "
-            "receivers came at once, or another program listens there by now. Import again; if "
-            "that does not help, raise the publisher's max_consumers, or publish again."
+            f"receivers came at once, or another program listens there by now{self._hint}. Import "
+            "again; if that does not help, raise the publisher's max_consumers, or publish again."
         )
         raise WeightBridgeUnavailableError(msg)
 
@@ -116,14 +130,22 @@ class Connector:
         return connection
 
     def _late(self, what: str) -> TransferTimeout:
+        hint = self._hint if what == "greet" else ""
         return TransferTimeout(
-            f"{self.where} could not {what} within {self._within_s:g} s. Check that the publisher "
-            "runs and is reachable, then import again, or raise timeout_s."
+            f"{self.where} could not {what} within {self._within_s:g} s{hint}. Check that the "
+            "publisher runs and is reachable, then import again, or raise timeout_s."
         )
+
+    @property
+    def _hint(self) -> str:
+        """A side with TLS is silent until the other one speaks, as one without does."""
+        return ", or it has tls= and this side has not" if self._tls is None else ""
 
     def _receive(self, channel: Channel, part: str) -> bytes | None:
         """Wait for one part of the greeting; None if the publisher hung up."""
         data = channel.receive_raw(GREETING_NBYTES[part], until=self._until)
+        if channel.failure is not None and self._tls is not None:
+            raise self._tls.refusal(self.where, self._address, channel.failure)
         if data is None and not channel.is_lost:
             raise self._late("greet")
         return data

@@ -25,6 +25,7 @@ from rl_bridge.transports.wire.channel import (
     Refused,
     Wake,
 )
+from rl_bridge.transports.wire.tls import TLS
 
 _LOG = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
         timeout_s: float,
         max_members: int,
         max_message_nbytes: int = MAX_MESSAGE_NBYTES,
+        tls: TLS | None = None,
     ) -> None:
         """Serve at `listener` from now on, and close it at the end; for the rest see `Acceptor`.
 
@@ -144,6 +146,7 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
             timeout_s=timeout_s,
             max_message_nbytes=max_message_nbytes,
             max_members=max_members,
+            tls=tls,
         )
         self._max_members = max_members
         self._timeout_s = timeout_s
