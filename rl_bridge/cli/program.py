@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from rl_bridge.cli import files
 from rl_bridge.cli.bench import bench
+from rl_bridge.cli.certs import certs
 from rl_bridge.cli.doctor import doctor
 from rl_bridge.cli.inspect import inspect
 from rl_bridge.cli.screen import plain, say_error, say_json, screen, size, version
@@ -28,6 +29,7 @@ from rl_bridge.manifest.canonical import problem_words
 from rl_bridge.memory.segment import sweep
 from rl_bridge.remote import SidecarConfig, serve
 from rl_bridge.remote.serve import EngineServer, find_executor
+from rl_bridge.transports.wire.tls import TLS, TLSFiles
 
 
 def demo(
@@ -171,7 +173,8 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
         ),
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Requests are signed, not encrypted.")
+        str,
+        typer.Option(help="Address to listen on. Without TLS, requests are signed, not encrypted."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8471,
     transport: Annotated[
@@ -188,6 +191,33 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
             dir_okay=False,
             show_default=False,
             help="The key that SGLang's server asks for, its admin's if it has one; mode 0600.",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert",
+            dir_okay=False,
+            show_default=False,
+            help="For TLS: this side-car's certificate, which names its host.",
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-key",
+            dir_okay=False,
+            show_default=False,
+            help="For TLS: the key of this certificate.",
+        ),
+    ] = None,
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-ca",
+            dir_okay=False,
+            show_default=False,
+            help="For TLS: the authority that signed the clients' certificates.",
         ),
     ] = None,
     take_over: Annotated[
@@ -223,6 +253,13 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
         body_timeout_s=body_timeout_s,
         max_connections=max_connections,
     )
+    tls = None
+    if tls_cert or tls_key or tls_ca:
+        if not (tls_cert and tls_key and tls_ca):
+            msg = "expected --tls-cert, --tls-key and --tls-ca together. Give all three, or none."
+            raise typer.BadParameter(msg)
+        tls = TLSFiles(cert=tls_cert, key=tls_key, ca=tls_ca)
+        TLS(tls)  # before the engine is taken
     executor = find_executor(
         engine,
         transport=transport,
@@ -233,7 +270,15 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
     if take_over:
         executor.recover()
     try:
-        serve(executor, key_file=key_file, state_dir=state_dir, host=host, port=port, config=config)
+        serve(
+            executor,
+            key_file=key_file,
+            state_dir=state_dir,
+            host=host,
+            port=port,
+            config=config,
+            tls=tls,
+        )
     finally:
         executor.close()
 
@@ -280,7 +325,10 @@ def _program(
     """Weight updates from RL trainers to rollout engines, as transactions."""
 
 
-for _command in (demo, bench, doctor, inspect, verify, gc, sidecar, files.export, files.publish):
+for _command in (
+    *(demo, bench, doctor, inspect, verify, gc, sidecar, certs),
+    *(files.export, files.publish),
+):
     app.command(cls=_Command)(_command)
 
 _files = typer.Typer(

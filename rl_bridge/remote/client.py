@@ -3,7 +3,9 @@
 import asyncio
 import errno
 import os
+import ssl
 import time
+from collections.abc import Mapping
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -28,6 +30,7 @@ from rl_bridge.remote.signing import ANSWER_HEADER, read_key
 from rl_bridge.remote.views import Status, UpdateView
 from rl_bridge.strategies.receiver import PendingUpdates, WeightLoader, WeightTransferReceiver
 from rl_bridge.strategies.requests import AbandonedWeightUpdateRequest, WeightUpdateRequest
+from rl_bridge.transports.wire.tls import TLSFiles, load_tls
 
 _MAX_ANSWER_NBYTES: Final = 16 * 1024 * 1024
 _SUCCESS: Final = range(200, 300)
@@ -46,7 +49,12 @@ class RemoteEngine:
     """
 
     def __init__(
-        self, url: str, key_file: str | os.PathLike[str], *, timeout_s: float = 600.0
+        self,
+        url: str,
+        key_file: str | os.PathLike[str],
+        *,
+        timeout_s: float = 600.0,
+        tls: TLSFiles | Mapping[str, str] | None = None,
     ) -> None:
         """Prepare the connection; nothing is sent.
 
@@ -54,15 +62,21 @@ class RemoteEngine:
             url: the side-car's, such as ``http://127.0.0.1:8471``.
             key_file: the key that it shares with this client: 32 bytes or more, mode 0600.
             timeout_s: deadline of each request, of the engine's work for it too.
+            tls: certificate, key and authority of this side, for a side-car that has some; its
+                certificate names the url's host, and the url begins with ``https``.
 
         Raises:
             ValueError: no URL of a server, or no positive number of seconds.
-            WeightBridgeUnavailableError: the key's file cannot be used, or httpx is missing.
+            WeightBridgeUnavailableError: the key's file or one of `tls` cannot be used, or httpx is
+                missing.
 
         """
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query:
             msg = f"url is {url!r}, expected one such as 'http://127.0.0.1:8471'. Give that."
+            raise ValueError(msg)
+        if tls is not None and parts.scheme != "https":
+            msg = f"url is {url!r} and tls= is given, expected https://. Give that."
             raise ValueError(msg)
         if not timeout_s > 0:
             msg = f"timeout_s is {timeout_s!r}, expected more than 0. Give seconds."
@@ -70,6 +84,7 @@ class RemoteEngine:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.last_ack: Acknowledgement | None = None
         self._key = read_key(key_file)
+        self._tls, self._host = load_tls(tls), parts.hostname
         self._httpx = httpx = needed("httpx")
         # No proxy of the environment: it would see the names of the weights. No connection is kept
         # open: a server closes idle ones, perhaps just when a request is sent.
@@ -78,6 +93,7 @@ class RemoteEngine:
             limits=httpx.Limits(max_keepalive_connections=0),
             trust_env=False,
             follow_redirects=False,
+            verify=True if self._tls is None else self._tls.client,
         )
 
     # ---- the executor's methods ----------------------------------------------------------------
@@ -93,6 +109,7 @@ class RemoteEngine:
             TornEngine: install and undo both failed; the engine must not serve.
             EngineLost: the side-car is gone. Its next start brings the engine back.
             DeadlineExceeded: no answer in time; `status` says what became of it.
+            CertificateRefused: one side refuses the other's certificate.
 
         """
         update_id = self.import_weights(manifest).update_id
@@ -292,6 +309,8 @@ class RemoteEngine:
                     f"{what} could not be sent: {error}. Close files, or raise this process's "
                     "limits, and try again."
                 )
+            if isinstance(link, ssl.SSLError) and self._tls is not None:
+                return self._tls.refusal(f"the side-car at {self.url}", self._host, link)
             link = link.__cause__ or link.__context__
         return EngineLost(
             f"the side-car at {self.url} is gone, expected an answer to {what}: {error}. Start it "

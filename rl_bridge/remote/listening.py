@@ -1,11 +1,14 @@
 """A side-car's connections: how many there may be, and how long each may stay idle.
 
 uvicorn has no deadline for a request's head, and none for a client that does not read its answer:
-connections that are open and do nothing would keep everybody else out for ever. Needs the extra
-``remote``.
+connections that are open and do nothing would keep everybody else out for ever. TLS comes in here
+and not by uvicorn: a handshake then has the same deadline and counts as the rest does, and whoever
+is refused learns why. Needs the extra ``remote``.
 """
 
 import asyncio
+import logging
+import ssl
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -13,12 +16,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from rl_bridge.remote.config import SidecarConfig
 from rl_bridge.remote.problems import MEDIA_TYPE, http_problem
+from rl_bridge.transports.wire.tls import TLS, Session, SpeaksPlain, why_refused
+
+_LOG = logging.getLogger(__name__)
 
 _TIMES: Final = 8
 """Up to so many times the connections that may be served get an answer; the rest are cut off."""
 
 
-def make_protocol(config: SidecarConfig) -> type[asyncio.Protocol]:
+def make_protocol(config: SidecarConfig, tls: TLS | None = None) -> type[asyncio.Protocol]:
     """The protocol of a side-car's connections, for uvicorn's ``http``.
 
     It is named, since uvicorn's other protocol, its first choice, does not bound a head's size.
@@ -28,7 +34,7 @@ def make_protocol(config: SidecarConfig) -> type[asyncio.Protocol]:
         timeout_s = config.body_timeout_s
         most = config.max_connections
 
-    return Bounded
+    return Bounded if tls is None else type("Secured", (_Secured, Bounded), {"credentials": tls})
 
 
 class _Connection(H11Protocol):
@@ -109,6 +115,71 @@ class _Connection(H11Protocol):
             line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
             self.transport.write(f"{line}{head}\r\n".encode("ascii") + body)
         self.transport.close()
+
+
+class _SealedTransport:
+    """A connection's transport, for what is written as plain bytes; the rest of it is its own."""
+
+    def __init__(self, transport: Any, session: Session) -> None:
+        self._transport, self._session = transport, session
+
+    def write(self, data: bytes) -> None:
+        if self._session.is_established:  # nobody gets an answer who is not known yet
+            self._session.seal(data)
+        self.send()
+
+    def send(self) -> None:
+        """Hand over what the session has for the other side."""
+        while data := self._session.take():
+            self._transport.write(data)
+
+    def get_extra_info(self, name: str) -> Any:
+        return self._session if name == "sslcontext" else self._transport.get_extra_info(name)
+
+    @property
+    def plain(self) -> Any:
+        """The transport itself."""
+        return self._transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class _Secured(_Connection):
+    """A connection of which every byte comes by TLS."""
+
+    credentials: TLS
+
+    _is_refused = False
+
+    def connection_made(self, transport: Any) -> None:
+        self._session = self.credentials.accept()
+        self._sealed = _SealedTransport(transport, self._session)
+        super().connection_made(self._sealed)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return  # to close now could lose the alert on its way: the other side closes, or time
+        plain = bytearray()
+        try:
+            self._session.feed(data, plain)
+        except ssl.SSLError as error:
+            self._refuse(error)
+            return
+        self._sealed.send()
+        if plain:
+            super().data_received(bytes(plain))
+        if self._session.is_ended:
+            self.transport.close()
+
+    def _refuse(self, error: ssl.SSLError) -> None:
+        peer = self.client[0] if self.client else "nobody's address"
+        _LOG.warning("a connection from %s was refused: %s", peer, why_refused(error))
+        self._is_refused = True
+        self._sealed.send()
+        if isinstance(error, SpeaksPlain):
+            self.transport = self._sealed.plain
+            self._say(400, "this side-car has tls= and the client has not. Give both tls=.")
 
 
 async def _turn_away(_scope: Any, _receive: Any, send: Any) -> None:

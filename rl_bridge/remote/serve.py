@@ -17,6 +17,7 @@ from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.remote.config import SidecarConfig, needed
 from rl_bridge.remote.signing import read_secret
+from rl_bridge.transports.wire.tls import TLSFiles, load_tls
 
 _LOG = logging.getLogger(__name__)
 _GRACE_S = 10
@@ -140,6 +141,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8471,
     config: SidecarConfig | None = None,
+    tls: TLSFiles | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; from the main thread.
 
@@ -147,18 +149,24 @@ def serve(
         executor: the engine's; stays yours to close.
         key_file: see `create_app`.
         state_dir: see `create_app`.
-        host: address to listen on. Requests are signed, not encrypted: beyond this machine they
-            belong into a private network.
+        host: address to listen on. Requests are signed, and without `tls` not encrypted: beyond
+            this machine they then belong into a private network.
         port: to listen on.
         config: limits.
+        tls: certificate, key and authority: requests come over TLS, from clients whose certificate
+            the authority signed. They are signed all the same.
 
     Raises:
-        WeightBridgeUnavailableError: the extra is missing, or the key or directory cannot be used.
+        WeightBridgeUnavailableError: the extra is missing, or the key, the directory or a file of
+            `tls` cannot be used.
 
     """
     uvicorn = needed("uvicorn")
     config = config or SidecarConfig()
-    if not _is_loopback(host):
+    secured = load_tls(tls)
+    if secured is not None:
+        _LOG.info("requests come over TLS: clients write https://")
+    elif not _is_loopback(host):
         _LOG.warning("listening on %s: requests are signed, and nothing is encrypted", host)
     app = create_app(executor, key_file=key_file, state_dir=state_dir, config=config)
     from rl_bridge.remote.listening import make_protocol
@@ -167,7 +175,7 @@ def serve(
         app,
         host=host,
         port=port,
-        http=make_protocol(config),
+        http=make_protocol(config, secured),
         access_log=False,
         server_header=False,
         log_level="info",

@@ -135,6 +135,7 @@ def test_a_publisher_that_did_not_answer_is_left_alone_for_a_while(
         token=None,
         num_threads=1,
         timeout_s=timeout_s,
+        tls=None,
     )
     asked: list[float] = []
 

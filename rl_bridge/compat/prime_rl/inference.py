@@ -50,6 +50,8 @@ from rl_bridge.compat.prime_rl.trainer import (
     nixl_options,
     run_of,
     secret_for,
+    tls_for,
+    tls_options,
     token_of,
 )
 from rl_bridge.compat.skyrl import LORA_DISK_LOAD, LoRADiskLoader
@@ -76,6 +78,7 @@ from rl_bridge.transports.files.store import MANIFEST
 from rl_bridge.transports.files.store import MARKER as STABLE
 from rl_bridge.transports.wire.channel import Channel, Message, Refused, checked_address
 from rl_bridge.transports.wire.connector import Connector
+from rl_bridge.transports.wire.tls import TLS, TLSFiles
 
 __all__ = [
     "LoadLoRAFromFiles",
@@ -127,6 +130,7 @@ class ParameterClient:
         *,
         token: str | None = None,
         timeout: float = 30.0,
+        tls: TLSFiles | Mapping[str, str] | None = None,
     ) -> None:
         """Configure; nothing is sent.
 
@@ -136,13 +140,16 @@ class ParameterClient:
             server_port: ``port + rank``.
             token: see `ParameterServer`.
             timeout: seconds that each answer may take.
+            tls: see `ParameterServer`.
 
         Raises:
             ValueError: another machine's address without a token.
+            WeightBridgeUnavailableError: one of the files of `tls` cannot be used.
 
         """
         self.server_name, self.server_ip, self.server_port = server_name, server_ip, server_port
         self._secret, self._timeout_s = secret_for(token, server_ip), timeout
+        self._tls = tls_for(tls)
         self._rank = 0
         self._manifests: dict[int, WeightUpdateManifest] = {}
         self._read: dict[int, tuple[str, TensorBridge, Mapping[str, torch.Tensor]]] = {}
@@ -174,6 +181,7 @@ class ParameterClient:
             self.server_name,
             token_of(self._secret),
             self._timeout_s,
+            self._tls,
         )
         self._rank = line.rank
         return line
@@ -283,7 +291,7 @@ class ParameterClient:
             source_worker="reader",
             wanted=wanted,
             timeout_s=self._timeout_s,
-            **nixl_options(self._secret),
+            **nixl_options(self._secret, self._tls),
         )
         try:
             tensors = bridge.import_update(manifest)
@@ -297,7 +305,9 @@ class ParameterClient:
 class _Line:
     """A connection to one parameter server; all that is asked over it shares one deadline."""
 
-    def __init__(self, address: Address, server_name: str, token: bytes, within_s: float) -> None:
+    def __init__(
+        self, address: Address, server_name: str, token: bytes, within_s: float, tls: TLS | None
+    ) -> None:
         """Connect, prove both ways that the token is known, and name the server that is meant.
 
         Raises:
@@ -308,7 +318,7 @@ class _Line:
         """
         host, port = address
         what = f"parameter server {server_name!r}"
-        self._connector = Connector(what, host, port, magic=MAGIC, timeout_s=within_s)
+        self._connector = Connector(what, host, port, magic=MAGIC, timeout_s=within_s, tls=tls)
         self._channel: Channel = self._connector.connect(
             token, identity_of(host, port), max_message_nbytes=MAX_MESSAGE_NBYTES
         )
@@ -363,6 +373,7 @@ def newest_version(
     server_name: str = "lora_param_server",
     token: str | None = None,
     timeout: float = 30.0,
+    tls: TLSFiles | Mapping[str, str] | None = None,
 ) -> WeightUpdateManifest:
     """Ask all trainer ranks whether they are there, and the first one for a version of a run.
 
@@ -374,6 +385,7 @@ def newest_version(
             the one of its rank.
         token: see `ParameterServer`.
         timeout: seconds that all of it may take.
+        tls: see `ParameterServer`.
 
     Raises:
         SegmentError: a trainer rank does not answer, or without knowing the token.
@@ -383,11 +395,11 @@ def newest_version(
         IncompatibleUpdate: more or fewer ranks published it.
 
     """
-    until, text = time.monotonic() + timeout, ""
+    until, text, secured = time.monotonic() + timeout, "", tls_for(tls)
     for rank, (host, port) in enumerate(addresses):
         name, left = f"{server_name}_{rank}", max(until - time.monotonic(), 1e-3)
         known = token_of(secret_for(token, host))
-        with closing(_Line((host, port), name, known, left)) as line:
+        with closing(_Line((host, port), name, known, left, secured)) as line:
             if not rank:
                 asked = AskManifest(run_idx=run_idx, weight_version=weight_version)
                 told = line.ask(asked, Told)
@@ -518,7 +530,7 @@ class _Stream:
 
     def __init__(self, run_idx: int, adapter: str, client: _ServedClient) -> None:
         self.run_idx, self.adapter, self.lock = run_idx, adapter, threading.Lock()
-        options = nixl_options(os.environ.get(TOKEN, "").strip())
+        options = nixl_options(os.environ.get(TOKEN, "").strip(), tls_for(None))
         self._bridge = make_weight_bridge("nixl", source_worker="vllm-server", **options)
         self.executor = RolloutExecutor(
             weight_bridge=self._bridge,
@@ -923,7 +935,11 @@ class StaticInferencePool:
         options: dict[str, Any] = {"url": str(folder.parent.absolute())}
         if isinstance(config, NCCLWeightBroadcastConfig):
             transport = "broadcast"
-            options = {"backend": config.backend, "timeout_s": config.timeout}
+            options = {
+                "backend": config.backend,
+                "timeout_s": config.timeout,
+                **tls_options(tls_for(None)),
+            }
         try:
             if url not in self._executors:
                 bridge = make_weight_bridge(transport, source_worker="pool", **options)

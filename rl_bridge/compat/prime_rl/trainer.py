@@ -55,6 +55,7 @@ from rl_bridge.transports.files.store import MARKER as STABLE
 from rl_bridge.transports.wire.acceptor import listen
 from rl_bridge.transports.wire.channel import Channel, Count, Message, PeerJoin, Refused, parser
 from rl_bridge.transports.wire.server import Peer, PeerServer
+from rl_bridge.transports.wire.tls import TLS, TLSFiles, load_tls
 
 __all__ = [
     "FileSystemWeightBroadcast",
@@ -67,6 +68,8 @@ __all__ = [
 
 TOKEN = "RL_BRIDGE_PRIME_RL_TOKEN"  # noqa: S105 - the variable's name
 """Environment variable of the secret that parameter servers and their readers share."""
+TLS_FILES = "RL_BRIDGE_PRIME_RL_TLS"
+"""Environment variable of this side's files for TLS, as JSON."""
 LOOPBACK = frozenset({"127.0.0.1", "::1"})
 MAGIC = b"rlbprime"
 """Names the protocol of parameter servers in greetings."""
@@ -116,14 +119,33 @@ def secret_for(given: str | None, host: str) -> str:
     return found
 
 
+def tls_for(given: object) -> TLS | None:
+    """The files that were given, or the environment's, read; None without.
+
+    Raises:
+        ValueError: the environment's text is no JSON of their paths.
+        WeightBridgeUnavailableError: one of them cannot be used.
+
+    """
+    if given is None and (text := os.environ.get(TLS_FILES, "").strip()):
+        given = TLSFiles.model_validate_json(text)
+    return load_tls(given)
+
+
 def token_of(secret: str) -> bytes:
     """The bytes that both sides of a greeting know."""
     return hashlib.sha256(secret.encode()).digest()
 
 
-def nixl_options(secret: str) -> dict[str, Any]:
+def tls_options(tls: TLS | None) -> dict[str, Any]:
+    """Options of a transport for these files, as plain JSON: they travel to engines' ranks."""
+    return {} if tls is None else {"tls": tls.files.model_dump(mode="json")}
+
+
+def nixl_options(secret: str, tls: TLS | None) -> dict[str, Any]:
     """Options of the transport ``nixl`` on both sides: with a secret, no manifest holds a token."""
-    return {"token": hashlib.sha256(f"nixl {secret}".encode()).hexdigest()} if secret else {}
+    token = {"token": hashlib.sha256(f"nixl {secret}".encode()).hexdigest()} if secret else {}
+    return {**token, **tls_options(tls)}
 
 
 def identity_of(host: str, port: int) -> str:
@@ -249,7 +271,9 @@ def _placed(
 class _Catalog(PeerServer[Peer, Join]):
     """Answers the readers of one parameter server."""
 
-    def __init__(self, parameters: "ParameterServer", token: bytes, timeout_s: float) -> None:
+    def __init__(
+        self, parameters: "ParameterServer", token: bytes, timeout_s: float, tls: TLS | None
+    ) -> None:
         self._parameters = parameters
         super().__init__(
             listen("nixl", parameters.host, parameters.port),
@@ -262,6 +286,7 @@ class _Catalog(PeerServer[Peer, Join]):
             timeout_s=timeout_s,
             max_members=_MAX_READERS,
             max_message_nbytes=MAX_MESSAGE_NBYTES,
+            tls=tls,
         )
 
     def _join(self, channel: Channel, join: Join) -> None:
@@ -333,22 +358,26 @@ class ParameterServer:
                 ``RL_BRIDGE_PRIME_RL_TOKEN``. Only 127.0.0.1 may go without.
             exchange: makes the way to the other ranks for each run; None: this rank has all.
             timeout: seconds that each step may wait for another side.
-            options: of the transport ``nixl``, such as ``max_slots``.
+            options: of the transport ``nixl``, such as ``max_slots``. ``tls`` counts for this
+                server's own connections as well; None takes that of the environment variable
+                ``RL_BRIDGE_PRIME_RL_TLS``: ``{"cert": PATH, "key": PATH, "ca": PATH}``.
 
         Raises:
             ValueError: another host without a token.
             TransportUnavailable: the port is taken, or the address is not this machine's.
+            WeightBridgeUnavailableError: one of the files of ``tls`` cannot be used.
 
         """
         self.server_name, self.rank = f"{server_name}_{rank}", rank
         self.host, self.port = host, port + rank
         self._base, self._exchange, self._timeout_s = server_name, exchange, timeout
         secret = secret_for(token, host)
-        self._options = {**nixl_options(secret), **options}
+        tls = tls_for(options.pop("tls", None))
+        self._options = {**nixl_options(secret, tls), **options}
         self._runs: dict[int, _Run] = {}
         self._lock = threading.RLock()
         self._ended = threading.Event()
-        self._catalog = _Catalog(self, token_of(secret), timeout)
+        self._catalog = _Catalog(self, token_of(secret), timeout, tls)
 
     # ---- tensors --------------------------------------------------------------------------------
 
@@ -879,10 +908,12 @@ class NCCLWeightBroadcast(WeightBroadcast):
         Args:
             output_dir: see `WeightBroadcast`.
             config: of the transport.
-            options: of the transport ``broadcast``, such as ``device``.
+            options: of the transport ``broadcast``, such as ``device``; for ``tls`` see
+                `ParameterServer`.
 
         """
         super().__init__(output_dir)
+        options.update(tls_options(tls_for(options.pop("tls", None))))
         self._kept: list[str] = []
         self._bridge = make_weight_bridge(
             "broadcast",

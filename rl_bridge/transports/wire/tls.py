@@ -101,15 +101,18 @@ class Session:
             if data[0] not in _RECORDS:
                 raise SpeaksPlain(1, "no TLS")
         self._arrived.write(data)
-        if not self.is_established:
-            self._shake_hands()
         try:
+            if not self.is_established:
+                self._shake_hands()
             while self.is_established and not self.is_ended:
                 part = self._object.read(_CHUNK)
                 plain += part
                 self.is_ended = not part
         except ssl.SSLWantReadError:
             pass  # the rest of a record is on its way
+        except ssl.SSLError:
+            self.is_established = False  # nothing can be sealed any more
+            raise
 
     def _shake_hands(self) -> None:
         try:
