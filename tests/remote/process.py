@@ -13,6 +13,7 @@ from typing import Any
 from rl_bridge.errors import DeadlineExceeded, EngineLost
 from rl_bridge.remote import RemoteEngine, Status
 from rl_bridge.testing.processes import DEADLINE_S, free_port, until
+from rl_bridge.transports import TLSFiles
 from tests.remote.warm import Warm
 
 __all__ = ["SidecarProcess", "make_key", "warm"]
@@ -26,10 +27,10 @@ PLATFORM = {"WEB_CONCURRENCY": "4"}
 class SidecarProcess:
     """``rl-bridge sidecar``, which can be killed and started again with the same state."""
 
-    def __init__(self, directory: Path, key_file: Path) -> None:
-        self.directory, self.key_file = directory, key_file
+    def __init__(self, directory: Path, key_file: Path, *, tls: TLSFiles | None = None) -> None:
+        self.directory, self.key_file, self.tls = directory, key_file, tls
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.port}"
         self.state_dir = directory / "state"
         self.log = directory / "sidecar.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -48,6 +49,9 @@ class SidecarProcess:
         `engine` is one of `tests.remote.engines`, or whatever ``rl-bridge sidecar`` takes.
         """
         named = engine if ":" in engine else f"tests.remote.engines:{engine}"
+        if self.tls is not None:
+            secured = {f"tls_{name}": path for name, path in self.tls.model_dump().items()}
+            options = {**secured, **options}
         extra = [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
             for name, value in options.items()
@@ -103,7 +107,7 @@ class SidecarProcess:
         return "?" if self._process is None else self._process.wait(DEADLINE_S)
 
     def client(self, **options: Any) -> RemoteEngine:
-        return RemoteEngine(self.url, self.key_file, **options)
+        return RemoteEngine(self.url, self.key_file, **{"tls": self.tls, **options})
 
     def kill(self) -> None:
         """As the machine would: no handler runs."""
