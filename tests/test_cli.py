@@ -26,7 +26,18 @@ from tests.groups.meshes import shards
 from tests.groups.rig import damage, trainers
 
 COMMANDS = {
-    *("demo", "bench", "doctor", "inspect", "verify", "gc", "sidecar", "export", "publish"),
+    *(
+        "demo",
+        "bench",
+        "doctor",
+        "inspect",
+        "verify",
+        "gc",
+        "sidecar",
+        "certs",
+        "export",
+        "publish",
+    ),
     *(f"files {name}" for name in ("ls", "show", "verify", "gc")),
 }
 WEIGHTS = {

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from rl_bridge.assembly.wanted import ReadScope
+from rl_bridge.bridge.arguments import check_options
 from rl_bridge.bridge.bridges import GroupBridge, make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.group import GROUP
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.transports.registry import canonical_name
+from rl_bridge.transports.registry import canonical_name, transport_class
+from rl_bridge.transports.wire.tls import files_of
 
 TransportOptions = Mapping[str, Mapping[str, object]]
 """Name of a transport -> what the ranks' bridges of that transport are made with."""
@@ -44,7 +46,11 @@ def checked_transports(given: TransportOptions | None) -> dict[str, dict[str, An
                 f"transports[{name!r}]: each rank has its own {names}, expected none. Leave it out."
             )
             raise TypeError(msg)
-        make_weight_bridge(name, **options).close()  # opens nothing
+        # (Files for TLS are on the ranks' machine, and perhaps not on this one.)
+        check_options(transport_class(name), options.keys() & {"tls"})
+        files = files_of(options.get("tls"))
+        here = {key: value for key, value in options.items() if key != "tls"}
+        make_weight_bridge(name, **here).close()  # opens nothing
         if name in plain:
             raise ValueError(f"transports has {name!r} by two names. Give its options once.")
         # (Of another process's working directory, a relative path would name another folder.)
@@ -52,8 +58,10 @@ def checked_transports(given: TransportOptions | None) -> dict[str, dict[str, An
             key: str(Path(value).absolute())
             if isinstance(value, os.PathLike) or (key in _FOLDERS and isinstance(value, str))
             else value
-            for key, value in options.items()
+            for key, value in here.items()
         }
+        if files is not None:
+            plain[name]["tls"] = files.plain()
         try:
             canonical_json(plain[name])
         except (TypeError, MalformedManifest) as error:

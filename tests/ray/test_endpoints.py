@@ -25,6 +25,7 @@ from rl_bridge.ray.pairing import choose_transport
 from rl_bridge.trainers.state_dict import Source
 from tests.ray.rig import BROADCAST, MEMORY, TIMEOUT_S, Cluster, Engine, Learner, answer, choice
 from tests.ray.rig import weights as first_weights
+from tests.tls_files import Certificates
 
 NOWHERE = choice("nowhere")
 MakeRollout = Callable[..., Engine]
@@ -199,6 +200,21 @@ def test_a_rollout_that_takes_another_channel_releases_the_one_before(
     told = {one["worker"]: (one["presence"], one["state"]) for one in reports}
     assert told["Engine"] == ("gone", "released")
     assert answer(engine.update_weights(manifest)).active_version == 1
+
+
+def test_tls_is_an_option_of_both_actors_transports(
+    trainer: Learner, rollout: MakeRollout, tmp_path: Path
+) -> None:
+    certificates = Certificates(tmp_path, ["127.0.0.1"])
+    trainer.weight_options = {"broadcast": {"tls": certificates.good.plain()}}
+    trainer.serve_weights(BROADCAST)
+    for files, outcome in ((certificates.good, "acknowledged"), (certificates.foreign, "refused")):
+        engine = rollout(None)
+        engine.weight_options = {"broadcast": {"tls": files.plain()}}
+        manifest = publish(trainer, 1 + (outcome == "refused"), "broadcast")
+        taken = answer(engine.joined(BROADCAST).update_weights(manifest))
+        assert taken.outcome == outcome, taken
+        assert taken.error == ("CertificateRefused" if outcome == "refused" else "")
 
 
 def test_a_rollout_serves_its_version_until_one_has_come_by_another_channel(

@@ -27,6 +27,7 @@ from rl_bridge.compat.prime_rl import (
     trainer_addresses,
 )
 from rl_bridge.errors import (
+    CertificateRefused,
     IncompatibleUpdate,
     MalformedManifest,
     SegmentError,
@@ -39,6 +40,7 @@ from rl_bridge.errors import (
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.processes import DEADLINE_S, free_port, until
 from rl_bridge.trainers import StateDictExtractor, read_peft
+from tests.tls_files import Certificates
 from tests.trainers import peft_cases
 from tests.trainers_torch.worlds import World
 
@@ -190,6 +192,29 @@ def test_a_server_of_another_name_and_a_reader_without_the_token_are_refused() -
         client_of(server).refresh_catalog()
     with pytest.raises(ValueError, match="expected a token"):
         ParameterServer("params", free_port(), host="0.0.0.0")
+
+
+def test_a_server_with_tls_is_read_with_tls_and_by_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates = Certificates(tmp_path, ["127.0.0.1"])
+    good, foreign = certificates.good, certificates.foreign
+    # The trainer by the environment, as routes of a server are told it, too.
+    monkeypatch.setenv("RL_BRIDGE_PRIME_RL_TLS", good.model_dump_json())
+    with ParameterServer("params", free_port()) as server:
+        monkeypatch.delenv("RL_BRIDGE_PRIME_RL_TLS")
+        put(server, 0, 1.0)
+        publish(server, 0, 1)
+        with client_of(server, tls=good) as client:
+            client.refresh_catalog()
+            assert client.get(f"lora:0:{A}").equal(torch.full((2, 4), 1.0))
+        address = (server.host, server.port)
+        found = newest_version([address], 0, server_name="params", tls=good.plain())
+        assert found.weight_version == 1
+        with pytest.raises(CertificateRefused, match="refuses this side's certificate"):
+            newest_version([address], 0, server_name="params", tls=foreign)
+        with pytest.raises(WeightBridgeError, match="it has tls= and this side has not"):
+            newest_version([address], 0, server_name="params", timeout=0.5)
 
 
 # ---- broadcasts ----------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def token_of(secret: str) -> bytes:
 
 def tls_options(tls: TLS | None) -> dict[str, Any]:
     """Options of a transport for these files, as plain JSON: they travel to engines' ranks."""
-    return {} if tls is None else {"tls": tls.files.model_dump(mode="json")}
+    return {} if tls is None else {"tls": tls.files.plain()}
 
 
 def nixl_options(secret: str, tls: TLS | None) -> dict[str, Any]:

@@ -46,6 +46,10 @@ class TLSFiles(BaseModel):
     key: Path
     ca: Path
 
+    def plain(self) -> dict[str, str]:
+        """The absolute paths, as plain JSON, which travels to other processes."""
+        return {name: str(path.absolute()) for name, path in self}
+
 
 class SpeaksPlain(ssl.SSLError):
     """The other side sent something that is no TLS."""
@@ -216,20 +220,17 @@ class TLS:
         )
 
 
-def load_tls(given: object) -> TLS | None:
-    """Read the option ``tls=``: `TLSFiles`, a mapping of the same names, or None.
+def files_of(given: object) -> TLSFiles | None:
+    """Read the option ``tls=``: `TLSFiles`, a mapping of the same names, or None. Opens no file.
 
     Raises:
         TypeError: something else.
         ValueError: a mapping with other names or values.
-        WeightBridgeUnavailableError: see `TLS`.
 
     """
-    if given is None:
-        return None
     if isinstance(given, Mapping):
         try:
-            given = TLSFiles.model_validate(dict(given))
+            return TLSFiles.model_validate(dict(given))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             msg = (
@@ -237,10 +238,16 @@ def load_tls(given: object) -> TLS | None:
                 "cert, key and ca."
             )
             raise ValueError(msg) from error
-    if not isinstance(given, TLSFiles):
+    if given is not None and not isinstance(given, TLSFiles):
         msg = f"tls is a {type(given).__name__}, expected TLSFiles(cert=..., key=..., ca=...)."
         raise TypeError(msg)
-    return TLS(given)
+    return given
+
+
+def load_tls(given: object) -> TLS | None:
+    """Read the option ``tls=``, and the files that it names; raises as `files_of` and `TLS`."""
+    files = files_of(given)
+    return None if files is None else TLS(files)
 
 
 def unlike(where: str, *, has_tls: bool) -> WeightBridgeUnavailableError:
