@@ -89,6 +89,7 @@ def test_every_error_that_the_library_raises_is_in_the_tree() -> None:
         "AgentError",
         "MemoryRefused",
         "TornRead",
+        "SpeaksPlain",
         "ImportError",
     }  # said within a transport
     builtins.add("AttributeError")  # what Python itself raises for an attribute of a frozen value

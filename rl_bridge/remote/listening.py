@@ -7,7 +7,6 @@ is refused learns why. Needs the extra ``remote``.
 """
 
 import asyncio
-import logging
 import ssl
 from http import HTTPStatus
 from typing import Any, Final
@@ -16,9 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from rl_bridge.remote.config import SidecarConfig
 from rl_bridge.remote.problems import MEDIA_TYPE, http_problem
-from rl_bridge.transports.wire.tls import TLS, Session, SpeaksPlain, why_refused
-
-_LOG = logging.getLogger(__name__)
+from rl_bridge.transports.wire.tls import TLS, RefusalLog, Session, SpeaksPlain
 
 _TIMES: Final = 8
 """Up to so many times the connections that may be served get an answer; the rest are cut off."""
@@ -34,7 +31,10 @@ def make_protocol(config: SidecarConfig, tls: TLS | None = None) -> type[asyncio
         timeout_s = config.body_timeout_s
         most = config.max_connections
 
-    return Bounded if tls is None else type("Secured", (_Secured, Bounded), {"credentials": tls})
+    if tls is None:
+        return Bounded
+    shared = {"credentials": tls, "refusals": RefusalLog()}
+    return type("Secured", (_Secured, Bounded), shared)
 
 
 class _Connection(H11Protocol):
@@ -149,6 +149,7 @@ class _Secured(_Connection):
     """A connection of which every byte comes by TLS."""
 
     credentials: TLS
+    refusals: RefusalLog
 
     _is_refused = False
 
@@ -174,7 +175,7 @@ class _Secured(_Connection):
 
     def _refuse(self, error: ssl.SSLError) -> None:
         peer = self.client[0] if self.client else "nobody's address"
-        _LOG.warning("a connection from %s was refused: %s", peer, why_refused(error))
+        self.refusals.say(peer, error)
         self._is_refused = True
         self._sealed.send()
         if isinstance(error, SpeaksPlain):

@@ -8,7 +8,6 @@ itself.
 import errno
 import logging
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from rl_bridge.transports.wire.channel import (
     Greeting,
     fresh_nonce,
 )
-from rl_bridge.transports.wire.tls import TLS, why_refused
+from rl_bridge.transports.wire.tls import TLS, RefusalLog
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ _Joined = TypeVar("_Joined")
 _BACKLOG = 128
 _MIN_PENDING = 64
 _PAUSE_S = 0.05
-_QUIET_S = 5.0
 
 
 def listen(name: str, address: str, port: int) -> socket.socket:
@@ -110,8 +108,7 @@ class Acceptor(Generic[_Joined]):
         self._max_pending = max(_MIN_PENDING, 2 * max_members)
         self._pending: dict[int, _Pending] = {}
         self._tls = tls
-        self._quiet_until = 0.0
-        self._num_unsaid = 0
+        self._refusals = RefusalLog()
 
     @property
     def channels(self) -> list[Channel]:
@@ -169,7 +166,7 @@ class Acceptor(Generic[_Joined]):
         channel = pending.channel
         channel.fill()
         if channel.failure is not None:
-            self._say_refused(pending.peer, channel.failure)
+            self._refusals.say(pending.peer, channel.failure)
         if not pending.is_proven:
             answer = channel.take_raw(GREETING_NBYTES["answer"])
             if answer is not None:
@@ -191,16 +188,6 @@ class Acceptor(Generic[_Joined]):
             return None
         del self._pending[fd]
         return join
-
-    def _say_refused(self, peer: str, error: ssl.SSLError) -> None:
-        """Write one line about a connection that TLS ended; of very many, one in a while."""
-        now = time.monotonic()
-        if now < self._quiet_until:
-            self._num_unsaid += 1
-            return
-        more = f" (and {self._num_unsaid} more meanwhile)" if self._num_unsaid else ""
-        self._quiet_until, self._num_unsaid = now + _QUIET_S, 0
-        _LOG.warning("a connection from %s was refused: %s%s", peer, why_refused(error), more)
 
     def _turn_away(self, fd: int) -> None:
         pending = self._pending.pop(fd, None)

@@ -5,6 +5,7 @@ knows a socket: a `Session` turns bytes of the network into plain ones and back,
 socket keeps its own limits and deadlines, in the handshake too.
 """
 
+import logging
 import ssl
 import time
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rl_bridge.errors import CertificateRefused, WeightBridgeError, WeightBridgeUnavailableError
 
+_LOG = logging.getLogger(__name__)
+
 _CHUNK: Final = 1 << 16
 _RECORDS: Final = frozenset({0x15, 0x16})  # alert, handshake: TLS begins with one of the two
 _PLAIN: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST"})
@@ -22,6 +25,9 @@ _NO_CHECK_TIME: Final = (
     0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python has no name for
 )
 _ROUNDS: Final = 4
+_QUIET_S: Final = 5.0
+_MAX_REASONS: Final = 64
+_MAX_ANSWERS_NBYTES: Final = 1 << 20
 
 # OpenSSL's numbers for what is wrong with a certificate (x509_vfy.h).
 _EXPIRED, _NOT_YET, _FOREIGN, _OTHER_HOST = {10}, {9}, {2, 18, 19, 20, 21}, {62, 64}
@@ -71,6 +77,7 @@ class Session:
             self._arrived, self._leaving, server_side=host is None, server_hostname=host
         )
         self._has_begun = False
+        self._answers_nbytes = 0
         self.is_established = False
         self.is_ended = False
         if host is not None:
@@ -83,7 +90,10 @@ class Session:
 
     def take(self) -> bytes:
         """Take bytes for the other side; empty if there are none."""
-        return self._leaving.read(_CHUNK)
+        data = self._leaving.read(_CHUNK)
+        if not self.has_leaving:
+            self._answers_nbytes = 0
+        return data
 
     def seal(self, data: bytes) -> None:
         """Make bytes for the other side of plain ones; only once it is established."""
@@ -105,6 +115,7 @@ class Session:
             if data[0] not in _RECORDS:
                 raise SpeaksPlain(1, "no TLS")
         self._arrived.write(data)
+        before = self._leaving.pending
         try:
             if not self.is_established:
                 self._shake_hands()
@@ -117,6 +128,10 @@ class Session:
         except ssl.SSLError:
             self.is_established = False  # nothing can be sealed any more
             raise
+        self._answers_nbytes += self._leaving.pending - before
+        if self._answers_nbytes > _MAX_ANSWERS_NBYTES:
+            # It asks for new keys without end, and does not read the answers.
+            raise ssl.SSLError(1, "too many answers of TLS wait for it")
 
     def _shake_hands(self) -> None:
         try:
@@ -258,8 +273,33 @@ def unlike(where: str, *, has_tls: bool) -> WeightBridgeUnavailableError:
     )
 
 
-def why_refused(error: ssl.SSLError) -> str:
-    """Say in a log why a connection that came in ended in TLS."""
+class RefusalLog:
+    """Writes a line about each connection that came in and ended in TLS; of many alike, few.
+
+    Anybody can make such connections, and must not fill a disk with them, nor hide another one.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing said."""
+        self._quiet: dict[str, tuple[float, int]] = {}
+        """Reason -> when it may be said again, and how often it was not since."""
+
+    def say(self, peer: str, error: ssl.SSLError) -> None:
+        """Write it, or count it for the next line with that reason."""
+        why, now = _why_refused(error), time.monotonic()
+        until, unsaid = self._quiet.get(why, (0.0, 0))
+        if now < until:
+            self._quiet[why] = until, unsaid + 1
+            return
+        if len(self._quiet) >= _MAX_REASONS:
+            self._quiet.clear()
+        self._quiet[why] = now + _QUIET_S, 0
+        more = f" (and {unsaid} more meanwhile)" if unsaid else ""
+        _LOG.warning("a connection from %s was refused: %s%s", peer, why, more)
+
+
+def _why_refused(error: ssl.SSLError) -> str:
+    """Say why a connection that came in ended in TLS."""
     reason = _reason(error)
     if isinstance(error, SpeaksPlain) or reason in _PLAIN:
         return "this side has tls= and it has not"
