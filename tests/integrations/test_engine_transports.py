@@ -17,6 +17,7 @@ from rl_bridge import (
 from rl_bridge.engines.rank_bridges import checked_transports
 from rl_bridge.engines.sglang.loaders import DiskRoute
 from rl_bridge.sglang import SGLangInstallAdapter
+from rl_bridge.transports import TLSFiles
 from rl_bridge.vllm import VLLMEngineAdapter
 from tests.installers.test_model_installer import equal, held, loaded, version
 from tests.integrations.sglang_engine import Client, engine
@@ -97,6 +98,15 @@ def test_options_mean_the_same_in_the_engines_process(
         assert checked_transports(given) == plain
 
 
+def test_files_for_tls_are_the_ranks_and_need_not_be_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = {name: str(tmp_path / name) for name in ("cert", "key", "ca")}
+    for tls in (TLSFiles(cert="cert", key="key", ca="ca"), plain):
+        assert checked_transports({"broadcast": {"tls": tls}}) == {"broadcast": {"tls": plain}}
+
+
 @pytest.mark.parametrize("kind", [VLLMEngineAdapter, SGLangInstallAdapter])
 @pytest.mark.parametrize(
     ("given", "error", "said"),
@@ -106,11 +116,16 @@ def test_options_mean_the_same_in_the_engines_process(
         ({"pigeons": {}}, WeightBridgeUnavailableError, "pigeons"),
         ({"shm": {}, "shared-memory": {}}, ValueError, "by two names"),
         ({"shm": {"observer": print}}, TypeError, "as JSON"),
+        ({"shm": {"tls": {"cert": "a", "key": "b", "ca": "c"}}}, TypeError, "tls"),
+        ({"nixl": {"tls": {"cert": "a"}}}, ValueError, "Expected the paths"),
         ({"nixl": {"source_rank": 1}}, TypeError, "source_rank"),
         ({"shm": None}, TypeError, "expected a mapping"),
         (["shm"], TypeError, "expected a mapping"),
     ],
-    ids=["no_option", "no_value", "no_transport", "two_names", "no_json", "who", "none", "list"],
+    ids=[
+        *("no_option", "no_value", "no_transport", "two_names", "no_json", "no_tls", "half_tls"),
+        *("who", "none", "list"),
+    ],
 )
 def test_options_that_no_transport_has_are_told_where_they_are_given(
     engine: SGLangEngine, kind: Any, given: Any, error: type[Exception], said: str

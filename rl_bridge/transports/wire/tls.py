@@ -21,9 +21,7 @@ _LOG = logging.getLogger(__name__)
 _CHUNK: Final = 1 << 16
 _RECORDS: Final = frozenset({0x15, 0x16})  # alert, handshake: TLS begins with one of the two
 _PLAIN: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST"})
-_NO_CHECK_TIME: Final = (
-    0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python has no name for
-)
+_NO_CHECK_TIME: Final = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME: Python has no name for it
 _ROUNDS: Final = 4
 _QUIET_S: Final = 5.0
 _MAX_REASONS: Final = 64
