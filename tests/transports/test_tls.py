@@ -210,6 +210,21 @@ def test_a_publisher_refuses_a_certificate_before_a_byte_and_says_so_in_its_log(
         until(lambda: line in caplog.text, what="the publisher says so")
 
 
+def test_versions_of_tls_before_1_3_are_refused(
+    certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = ssl.create_default_context(cafile=certificates.good.ca)
+    context.load_cert_chain(certificates.good.cert, certificates.good.key)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with acceptor(certificates.good) as secured, caplog.at_level(logging.WARNING):
+        with (
+            socket.create_connection(secured.listener.getsockname(), DEADLINE_S) as plain,
+            pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"),
+        ):
+            context.wrap_socket(plain, server_hostname="127.0.0.1")
+        until(lambda: "could not agree" in caplog.text, what="the publisher says so")
+
+
 def test_an_engine_says_nothing_to_a_certificate_that_it_refuses(
     certificates: Certificates,
 ) -> None:
