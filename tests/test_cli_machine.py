@@ -344,10 +344,11 @@ def test_the_demo_runs_as_the_command_line_says(
         "steps": 6,
         "seed": 3,
         "out": tmp_path,
+        "url": None,
     }
 
 
 def test_a_transport_that_the_demo_cannot_use_is_refused_in_one_line(tmp_path: Path) -> None:
     said = call("demo", "--transport", "cuda-ipc", "--out", tmp_path)
     assert said.complains("WeightBridgeUnavailableError")
-    assert "shared-memory or local-clone, not over 'cuda-ipc'" in said.err
+    assert "shared-memory or local-clone or files, not over 'cuda-ipc'" in said.err

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from rl_bridge.transports.files import host_copies, transport
 from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.transport import Files
 
-NAMES = Path("/dev/shm")
+NAMES = Path(tempfile.gettempdir())
 WEIGHTS = {name: torch.arange(3 << 20, dtype=torch.float32) for name in ("v", "w")}
 """They are read in two chunks."""
 

@@ -1,10 +1,11 @@
 """A version is fetched once on a host: its first reader lets others map the copy.
 
 What was fetched lies in a sealed segment of the process that fetched it
-(`rl_bridge.memory.segment`). That process makes a file in ``/dev/shm``, named by the update, and
-holds its lock. While it fetches, it counts the pieces in the file, so that others, which wait, see
-that it goes on. When all bytes are there and their digests are the manifest's, it writes down where
-the segment is: others lease and map it, as they would map a publisher's, and verify it themselves.
+(`rl_bridge.memory.segment`). That process makes a small file in the host's directory for temporary
+files, named by the update, and holds its lock. While it fetches, it counts the pieces in the file,
+so that others, which wait, see that it goes on. When all bytes are there and their digests are the
+manifest's, it writes down where the segment is: others lease and map it, as they would map a
+publisher's, and verify it themselves.
 
 Nothing depends on it. A process that dies loses the lock, and the next one fetches; one that hangs,
 or whose memory cannot be opened, as from another container, costs a second fetch. The file goes
@@ -16,6 +17,7 @@ import logging
 import os
 import stat
 import struct
+import tempfile
 import threading
 import time
 import weakref
@@ -31,7 +33,6 @@ from rl_bridge.memory.slots import Slot
 
 _LOG = logging.getLogger(__name__)
 
-_DIRECTORY = Path("/dev/shm")  # noqa: S108 - each file's owner is checked
 _COUNT = struct.Struct("<Q")
 _MAX_NBYTES = 4096
 PATIENCE_S = 10.0
@@ -66,7 +67,7 @@ class Turn:
 
     def count(self) -> None:
         """Tell those who wait that one more piece is here. Thread-safe."""
-        with self._lock, suppress(OSError):  # /dev/shm is full: others fetch by themselves
+        with self._lock, suppress(OSError):  # the disk is full: others fetch by themselves
             self._count += 1
             os.pwrite(self._held.fd, _COUNT.pack(self._count), 0)
 
@@ -87,9 +88,13 @@ class HostCopies:
     def __init__(self) -> None:
         """Remove what killed processes left."""
         own = f"rlb-files-{os.geteuid()}-"
-        # (Containers may share /dev/shm, and not /proc, through which memory is mapped.)
+        # (Containers may share the directory, and not /proc, through which memory is mapped.)
         self._prefix = f"{own}{Path('/proc/self/ns/pid').stat().st_ino}-"
-        for path in _DIRECTORY.glob(f"{own}*"):
+        try:
+            self._directory = Path(tempfile.gettempdir())
+        except FileNotFoundError:  # there is none that this process may write to: it is alone
+            self._directory = Path("/proc")  # where nobody can make a file
+        for path in self._directory.glob(f"{own}*"):
             held = self._open(path, os.O_RDWR)
             if held is not None:
                 self._lock(held, path)
@@ -102,7 +107,7 @@ class HostCopies:
             None: nobody is to wait for this process, which fetches for itself.
 
         """
-        path = _DIRECTORY / f"{self._prefix}{update_id}"
+        path = self._directory / f"{self._prefix}{update_id}"
         seen, until, pause_s = b"", time.monotonic() + PATIENCE_S, _FIRST_PAUSE_S
         while True:
             held = self._open(path, os.O_RDWR | os.O_CREAT)
