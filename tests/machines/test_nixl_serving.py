@@ -5,6 +5,7 @@ UCX ends the process that answers a read over TCP where the reader dies in the m
 
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -19,8 +20,9 @@ import torch
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
-from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
+from rl_bridge.errors import SegmentError, TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.testing.processes import DEADLINE_S, Child, until
+from rl_bridge.transports.nixl import serving_process
 from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.helpers import stop
 from tests.machines.network.namespaces import machines, why_not
@@ -238,6 +240,30 @@ def test_a_process_that_cannot_be_replaced_is_reported_to_readers_until_it_can(
             with pytest.raises(WeightBridgeUnavailableError, match="it ended with 1"):
                 far.import_update(manifest)
         assert far.import_update(manifest)["w"].sum() == 8
+
+
+def test_memory_that_is_refused_late_costs_its_own_version_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving_process, "_REFUSAL_S", 0.0)
+    with both(trainer={"serve": "process"}) as (near, far):
+        tensors = {"w": torch.ones(1 << 22)}
+        first = near.publish(tensors, weight_version=1)
+        host = publisher_end(near)._host
+        assert isinstance(host, ServingProcess)
+        pid, unlimited = host.pid, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        taken = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        no_more = (taken + (8 << 20), resource.RLIM_INFINITY)  # less than another slot takes
+        resource.prlimit(pid, resource.RLIMIT_AS, no_more)
+        second = near.publish(tensors, weight_version=2)
+        with pytest.raises(SegmentError, match="cannot be served"):
+            far.import_update(second)
+        assert far.import_update(first)["w"].sum() == 1 << 22
+        resource.prlimit(pid, resource.RLIMIT_AS, unlimited)
+        near.release(second.update_id)
+        third = near.publish(tensors, weight_version=3)
+        assert far.import_update(third)["w"].sum() == 1 << 22
+        assert host.pid == pid
 
 
 def test_messages_to_a_serving_process_that_hangs_do_not_wait() -> None:

@@ -66,7 +66,14 @@ class Counters:
 
 
 class Region:
-    """Registered memory; `Host.deregister` ends it."""
+    """Registered memory; `Host.deregister` ends it.
+
+    Attributes:
+        refusal: why it cannot be served; empty if it can, or will be.
+
+    """
+
+    refusal = ""
 
     def __init__(self, descriptors: Any, count: int, address: int = 0) -> None:
         """Note the library's descriptors, and the address that peers use."""
@@ -162,6 +169,14 @@ class Host(Protocol):
 
         """
 
+    def register_again(self, region: Region) -> None:
+        """Register once more what was refused, which only another process does late.
+
+        Raises:
+            AgentError: it is refused again.
+
+        """
+
     def deregister(self, region: Region) -> None:
         """End a registration. Idempotent."""
 
@@ -241,6 +256,9 @@ class Agent(Host):
 
         """
         return self.register([(segment.address, segment.nbytes)], "DRAM")
+
+    def register_again(self, region: Region) -> None:
+        """Do nothing: what is refused here is refused at once."""
 
     def deregister(self, region: Region) -> None:
         """End a registration. Idempotent."""

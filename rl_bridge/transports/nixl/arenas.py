@@ -76,13 +76,23 @@ class SlotRegistry:
         try:
             known = self._known[slot] = self._register(slot)
         except AgentError as error:
-            msg = (
-                f"a slot of {slot.nbytes} bytes cannot be registered: {error} Raise the limit of "
-                "locked memory (ulimit -l), or lower max_slots."
-            )
-            raise SegmentError(msg) from error
+            raise _refused(slot, error) from error
         slot.before_close = forget
         return known
+
+    def require_served(self, slot: Slot) -> None:
+        """Have the memory of a known slot registered once more if that was refused meanwhile.
+
+        Raises:
+            SegmentError: the library refuses it again.
+
+        """
+        try:
+            for region in self._known[slot].regions:
+                if region.refusal:
+                    self._agent.register_again(region)
+        except AgentError as error:
+            raise _refused(slot, error) from error
 
     def _register(self, slot: Slot) -> SlotRegistration:
         number = next(_NUMBERS)
@@ -153,6 +163,10 @@ class RegisteredArenas(Arenas):
         """Return the registration of a slot."""
         return self._known[slot]
 
+    def require_served(self, slot: Slot) -> None:
+        """See `SlotRegistry.require_served`."""
+        self._known.require_served(slot)
+
     def pin(self, slot: Slot, update_id: str, arena_nbytes: int) -> Pin:
         """Lease the version in a slot."""
         return self._inner.pin(slot, update_id, arena_nbytes)
@@ -164,3 +178,10 @@ class RegisteredArenas(Arenas):
     def close(self) -> None:
         """Release everything that no tensor needs."""
         self._inner.close()
+
+
+def _refused(slot: Slot, error: AgentError) -> SegmentError:
+    return SegmentError(
+        f"a slot of {slot.nbytes} bytes cannot be registered: {error} Raise the limit of locked "
+        "memory (ulimit -l), or lower max_slots."
+    )

@@ -34,6 +34,9 @@ MAGIC = b"rlbnixl1"
 MAX_MESSAGE_NBYTES = 16 << 20
 """The addresses of a live model's parameters travel in one message."""
 
+MAX_REASON = 2048
+"""Characters of a reason at most."""
+
 STALL_PART = 1 / 6
 """A read that stands still for this part of the reader's time is reported, and what serves it has
 as long once more to show that it runs."""
@@ -41,7 +44,7 @@ as long once more to show that it runs."""
 _Address = Annotated[StrictInt, Field(ge=0, lt=2**64)]
 _Hex = Annotated[StrictStr, Field(max_length=8 << 20, pattern=r"^([0-9a-f]{2})*$")]
 _Kind = Literal["DRAM", "VRAM"]
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
 # ---- from a reader ------------------------------------------------------------------------------

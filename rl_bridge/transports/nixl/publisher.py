@@ -73,9 +73,12 @@ class NIXLPublisher(PublisherEnd):
         """Keep a version for readers: sealed in a slot, or in place."""
         start = time.perf_counter()
         self._server.catch_up()  # a lease whose end has arrived must not cost another slot
-        taken = self._store.take(
-            plan, tensors, update_id, lock=self._server.changed, num_threads=self._num_threads
-        )
+        try:
+            taken = self._store.take(
+                plan, tensors, update_id, lock=self._server.changed, num_threads=self._num_threads
+            )
+        finally:
+            self._server.poke()  # answers may have been taken here that its thread waits for
         ready = time.perf_counter()
         handle = NIXLHandle(
             endpoint=self.endpoint, generation=taken.generation, in_place=self._store.is_in_place

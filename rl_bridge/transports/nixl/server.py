@@ -16,6 +16,7 @@ from rl_bridge.transports.nixl.agent import AgentError, Host
 from rl_bridge.transports.nixl.messages import (
     MAGIC,
     MAX_MESSAGE_NBYTES,
+    MAX_REASON,
     STALL_PART,
     AskCatalog,
     Catalog,
@@ -38,7 +39,6 @@ from rl_bridge.transports.wire.tls import TLS
 _LOG = logging.getLogger(__name__)
 
 _ROUNDS = 64  # calls into the library between two polls
-_MAX_REASON = 2048
 
 
 class _Member(Peer):
@@ -171,7 +171,7 @@ class ControlServer(PeerServer[_Member, Join]):
     def _refuse_asked(self, member: _Member, reason: str) -> None:
         asked, member.asked = member.asked, []
         for message in asked:
-            text = f"it cannot be served now: {reason}"[:_MAX_REASON]
+            text = f"it cannot be served now: {reason}"[:MAX_REASON]
             if isinstance(message, Join):
                 member.channel.send(Refused(reason=text))
                 self._lose(member)
@@ -229,6 +229,7 @@ class ControlServer(PeerServer[_Member, Join]):
             case Help(is_needed=is_needed):
                 self._help(member, is_needed=is_needed)
             case Unlease(update_id=update_id):
+                member.asked = [one for one in member.asked if not _is_lease(one, update_id)]
                 self._unlease(member, update_id)
             case Reported(report=report):
                 take_note(member.updates, report)
@@ -264,3 +265,7 @@ class ControlServer(PeerServer[_Member, Join]):
             self._progress()
         for update_id in list(member.leases):
             self._unlease(member, update_id)
+
+
+def _is_lease(message: Join | Lease, update_id: str) -> bool:
+    return isinstance(message, Lease) and message.update_id == update_id

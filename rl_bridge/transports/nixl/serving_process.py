@@ -9,6 +9,7 @@ is killed, which ends a stopped process, too.
 """
 
 import json
+import logging
 import os
 import select
 import signal
@@ -31,6 +32,8 @@ from rl_bridge.transports.nixl.agent import AgentError, Counters, Host, Kind, Re
 from rl_bridge.transports.nixl.library import command_without_torch
 from rl_bridge.transports.nixl.serving import MAX_MESSAGE_NBYTES
 
+_LOG = logging.getLogger(__name__)
+
 _REMEDY = "Try again, or let the publisher serve by itself: serve='inline'."
 
 _FIRST_START_S = 60.0
@@ -38,10 +41,12 @@ _LEAST_START_S = 5.0
 # A process that takes the place of another one may take so many times as long to start as the first
 # one did, however slow this machine is; and longer for each segment, which some networks pin.
 _STARTS = 10
-_PIN_S = 20.0
+_ANSWER_S = 20.0
+_PIN_NBYTES_PER_S = 1 << 28  # fresh pages are zeroed, too
 _REFUSAL_S = 0.5  # a publisher that needs more memory mapped waits so long for a refusal
 _LEAST_S = 0.2  # a process that is well may answer so late where cores are scarce
 _GRACE_S = 1.0
+_END_S = 5.0  # a killed process's memory is given back before it is gone
 
 
 class _FarRegion(Region):
@@ -69,6 +74,15 @@ class _Expected:
     until: float
     region: _FarRegion | None = None
 
+    @property
+    def pin_s(self) -> float:
+        """How long a network may take to pin what is to be mapped."""
+        return 0.0 if self.region is None else _pin_s(self.region)
+
+
+def _pin_s(region: _FarRegion) -> float:
+    return region.segment.nbytes / _PIN_NBYTES_PER_S
+
 
 class ServingProcess(Host):
     """A process that serves reads; see `Host`. Thread-safe."""
@@ -76,8 +90,10 @@ class ServingProcess(Host):
     serves_itself: ClassVar[bool] = True
     epoch: int = 0
 
-    def __init__(self, *, backend: str, params: dict[str, str], answer_s: float = _PIN_S) -> None:
-        """Start the process. One that serves has to map a segment within `answer_s`.
+    def __init__(
+        self, *, backend: str, params: dict[str, str], answer_s: float = _ANSWER_S
+    ) -> None:
+        """Start the process. One that serves has to begin to map a segment within `answer_s`.
 
         Raises:
             TransportUnavailable: it cannot be started, or cannot open the library.
@@ -199,10 +215,12 @@ class ServingProcess(Host):
             region = self._expected.popleft().region
         if "error" in answer:
             refusal = f"in the process that serves reads: {answer['error']}"
-            if region is not None and region is self._awaited:
-                region.refusal = refusal
-            else:
+            if region is None:
                 self._end(refusal)
+            else:  # other memory is served
+                region.refusal = refusal
+                if region is not self._awaited:
+                    _LOG.warning("readers cannot be served from new memory: %s", refusal)
         elif region is not None:
             region.address, region.metadata = answer["address"], bytes.fromhex(answer["metadata"])
             self.made.registrations += 1
@@ -237,7 +255,9 @@ class ServingProcess(Host):
         with self._lock:
             if self.is_lost or self._is_starting:
                 return
-            until = time.monotonic() + max(within_s, _LEAST_S)
+            # What it has to map before it answers has its time.
+            pinning_s = sum(one.pin_s for one in self._expected)
+            until = time.monotonic() + max(within_s, _LEAST_S) + pinning_s
             for one in self._expected:
                 if one.what == "ping":
                     one.until = min(one.until, until)
@@ -247,6 +267,8 @@ class ServingProcess(Host):
     def _end(self, refusal: str = "", *, is_hung: bool = False) -> None:
         """End the process, and note how it ended."""
         what = f"did not {self._expected[0].what!r}" if self._expected else "is gone"
+        if is_hung and self._is_starting:
+            self._start_s *= 2  # this machine is slower than when the first one started
         self._expected.clear()
         self._is_starting = False
         line, self._line = self._line, None
@@ -257,13 +279,13 @@ class ServingProcess(Host):
             return
         if is_hung:
             process.kill()
-        try:
-            process.wait(_GRACE_S)  # it ends by itself once its socket is closed
+        try:  # it ends by itself once its socket is closed
+            process.wait(_END_S if is_hung else _GRACE_S)
         except subprocess.TimeoutExpired:
             is_hung = True
             process.kill()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)
+                process.wait(_END_S)
         code = process.returncode or 0
         how = "it hung" if is_hung else f"it was ended by {_name_of(-code)}" if code < 0 else ""
         how = how or f"it ended with {code}"
@@ -286,11 +308,12 @@ class ServingProcess(Host):
             self._send(what, fd, **options)
 
     def _map(self, region: _FarRegion) -> None:
-        region.address, region.metadata = 0, b""
-        pinning_s = self._start_s + _PIN_S * len(self._expected)
+        region.address, region.metadata, region.refusal = 0, b"", ""
+        # It maps one after the other.
+        pinning_s = sum(one.pin_s for one in self._expected) + _pin_s(region)
         self._ask(
             "map",
-            pinning_s if self._is_starting else self._answer_s,
+            pinning_s + (self._start_s if self._is_starting else self._answer_s),
             region,
             region.segment.fd,
             key=region.descriptors,
@@ -355,6 +378,22 @@ class ServingProcess(Host):
             self._keys += 1
             region = _FarRegion(self._keys, segment)
             self._regions[self._keys] = region
+            try:
+                self.register_again(region)
+            except BaseException:
+                self.deregister(region)
+                raise
+            return region
+
+    def register_again(self, region: Region) -> None:
+        """Have the process map a segment, and wait a moment for a refusal.
+
+        Raises:
+            AgentError: the library refuses, or no process can be started.
+
+        """
+        assert isinstance(region, _FarRegion)
+        with self._lock:
             epoch = self.epoch
             try:
                 self.ensure()
@@ -364,15 +403,10 @@ class ServingProcess(Host):
                     self._awaited = region
                     self._wait(region, _REFUSAL_S)
                 self.ensure()  # it may have died of it
-            except BaseException:
-                self.deregister(region)
-                raise
             finally:
                 self._awaited = None
             if region.refusal:
-                self.deregister(region)
                 raise AgentError(region.refusal)
-            return region
 
     def deregister(self, region: Region) -> None:
         """Have the process unmap a segment. Idempotent."""

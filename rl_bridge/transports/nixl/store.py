@@ -27,7 +27,7 @@ from rl_bridge.memory.slots import Slot, SlotRing
 from rl_bridge.memory.views import Pin, anonymous_pin
 from rl_bridge.transports.nixl.agent import AgentError, Host, Kind, Region
 from rl_bridge.transports.nixl.arenas import RegisteredArenas, SlotRegistration
-from rl_bridge.transports.nixl.messages import Entry, Lease, Leased
+from rl_bridge.transports.nixl.messages import MAX_REASON, Entry, Lease, Leased
 from rl_bridge.transports.wire.channel import Gone
 
 _MAX_NAME = 1024  # a name is long if its characters have to be escaped
@@ -102,8 +102,12 @@ class VersionStore(ABC):
     def seal_header(self, update_id: str, digest: bytes) -> None:
         """Keep the digest of the manifest's header in the version's stamp."""
 
-    def _where(self, lease: Lease, known: _Published) -> Leased:
+    def _where(self, lease: Lease, known: _Published) -> Leased | Gone:
         at, (addresses, starts, nbytes) = self._locate(lease.update_id, known)
+        for region in at.regions:
+            if region.refusal:
+                reason = f"its memory cannot be served: {region.refusal}"[:MAX_REASON]
+                return Gone(update_id=lease.update_id, reason=reason, is_stale=False)
         host = self._host
         is_moved = lease.epoch != host.epoch
         parts = () if at.number in lease.known and not is_moved else at.regions
@@ -224,6 +228,7 @@ class SlotStore(VersionStore):
         with lock:
             slot = self.ring.acquire(table.arena_nbytes)
         try:
+            self._arenas.require_served(slot)
             if slot.layout_digest != table.digest:
                 plan.clear_padding(slot.address)
                 slot.layout_digest = table.digest

@@ -178,6 +178,10 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
         finally:
             self._wake.poke()  # the thread must poll again: there may be something to send
 
+    def poke(self) -> None:
+        """Have the thread look again at what it has to wait for."""
+        self._wake.poke()
+
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Hang up everywhere and end the thread. Idempotent; does nothing in a forked child."""
         if os.getpid() != self._pid:
