@@ -152,7 +152,7 @@ $(STAMP_MACHINES): requirements/machines-cpu.lock.txt pyproject.toml setup.py $(
 	@touch $@
 
 test-machines: $(STAMP_MACHINES) ## Run the tests with real NIXL and Ray, some in network namespaces, one with S3 (4 to 7 minutes)
-	$(TEST_ENV) $(BIN_MACHINES)/python -m pytest tests/machines -m "not full" -p no:cacheprovider $(ARGS)
+	$(TEST_ENV) $(BIN_MACHINES)/python -m pytest tests/machines -p no:cacheprovider $(ARGS)
 
 lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .

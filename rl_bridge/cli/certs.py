@@ -33,7 +33,7 @@ def certs(
         str,
         typer.Option(
             show_default=False,
-            help="What others connect to: addresses in numbers or names, with commas between.",
+            help="Addresses in numbers, or names, that others connect to, with commas between.",
         ),
     ],
     days: Annotated[int, typer.Option(min=1, max=3650, help="How long they are valid.")] = 90,

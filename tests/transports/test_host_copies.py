@@ -202,13 +202,13 @@ def test_a_fetch_that_is_slow_and_goes_on_is_waited_for(
 ) -> None:
     manifest = trainer.publish({"w": torch.zeros(16 << 20)}, weight_version=1)  # one chunk
     monkeypatch.setattr(transport, "_PIECE_NBYTES", 1 << 20)
-    monkeypatch.setattr(host_copies, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(host_copies, "PATIENCE_S", 2.0)
     reads: list[tuple[Any, ...]] = []
     original = DirectoryStore.read
 
     def slow(*given: Any) -> None:
         reads.append(given)
-        threading.Event().wait(0.02)
+        threading.Event().wait(0.04)
         original(*given)
 
     monkeypatch.setattr(DirectoryStore, "read", slow)

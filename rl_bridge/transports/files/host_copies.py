@@ -97,7 +97,8 @@ class HostCopies:
         for path in self._directory.glob(f"{own}*"):
             held = self._open(path, os.O_RDWR)
             if held is not None:
-                self._lock(held, path)
+                with suppress(OSError):  # no locks there: then nobody offers anything
+                    self._lock(held, path)
                 held.dispose()  # with its name, if it was locked
 
     def turn(self, update_id: str) -> Turn | Copy | None:
