@@ -585,6 +585,8 @@ def _lost(ref: BrokerRef, what: str, error: OSError) -> SegmentError | DeadlineE
 def _check_peer(connection: socket.socket, ref: BrokerRef) -> None:
     pid, uid = peer_of(connection)
     start = process_start_time(pid)
+    if pid == ref.pid and start is None:
+        raise SegmentError(f"{_name(ref)} is gone or not visible: it has ended. {_GONE}")
     if pid != ref.pid or start != ref.start_time or not may_talk(uid):
         msg = (
             f"{ref.path} belongs to process {pid} of user {uid}, started at {start}; expected "

@@ -226,11 +226,15 @@ class ForkingPublisher(Publisher):
     """Has a child that outlives it."""
 
     def fork(self) -> int:
+        ready, is_ready = os.pipe()
         pid = os.fork()
-        if pid == 0:
+        if pid == 0:  # what it inherited of the broker is closed by now
             for fd, target in open_fds().items():
                 if target.startswith("pipe:"):
                     os.close(fd)  # the test waits for these
             while True:
                 signal.pause()
+        os.close(is_ready)
+        os.read(ready, 1)
+        os.close(ready)
         return pid
