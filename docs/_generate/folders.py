@@ -23,7 +23,7 @@ PATH: dict[str, tuple[str, ...]] = {
     "manifest": ("table", "digest", "model", "canonical", "compare"),
     "memory": ("packing", "slots", "passes", "views", "control"),
     "transports": ("_slots", "shared_memory"),
-    "transports/wire": ("acceptor", "channel", "connector", "arenas"),
+    "transports/wire": ("acceptor", "channel", "client", "arenas"),
     "transports/broadcast": ("publisher", "sender", "server", "client", "receiver", "consumer"),
     "transports/nixl": ("publisher", "store", "server", "client", "fetch", "reading", "consumer"),
     "cuda": ("digest", "driver", "broker", "views", "live"),

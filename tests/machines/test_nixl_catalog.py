@@ -18,7 +18,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.groups import GroupBridge
 from rl_bridge.transports.nixl.agent import AgentError, Counters
-from rl_bridge.transports.wire.connector import Connector
+from rl_bridge.transports.wire.client import Connector
 from tests.groups.meshes import cut, model
 from tests.groups.rig import trainers
 from tests.machines.nixl_roles import Between, both, source_of, weights

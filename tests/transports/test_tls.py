@@ -30,7 +30,7 @@ from rl_bridge.transports.broadcast.init_info import BroadcastHandle
 from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.wire.acceptor import Acceptor, listen
 from rl_bridge.transports.wire.channel import Channel
-from rl_bridge.transports.wire.connector import Connector
+from rl_bridge.transports.wire.client import Connector
 from rl_bridge.transports.wire.tls import load_tls
 from tests.tls_files import Authority, Certificates, let_expired_pass
 

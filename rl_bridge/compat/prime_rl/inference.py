@@ -77,7 +77,7 @@ from rl_bridge.transports.files.steps import LOOK_S, StepReceiver
 from rl_bridge.transports.files.store import MANIFEST
 from rl_bridge.transports.files.store import MARKER as STABLE
 from rl_bridge.transports.wire.channel import Channel, Message, Refused, checked_address
-from rl_bridge.transports.wire.connector import Connector
+from rl_bridge.transports.wire.client import Connector
 from rl_bridge.transports.wire.tls import TLS, TLSFiles
 
 __all__ = [

@@ -39,7 +39,7 @@ from rl_bridge.transports.wire.channel import (
     error_of,
     keep_newest,
 )
-from rl_bridge.transports.wire.connector import Connector
+from rl_bridge.transports.wire.client import Connector
 from rl_bridge.transports.wire.tls import TLS
 
 _LOG = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ from rl_bridge.transports.wire.channel import (
     error_of,
     keep_newest,
 )
-from rl_bridge.transports.wire.connector import Connector
+from rl_bridge.transports.wire.client import Connector
 from rl_bridge.transports.wire.tls import TLS
 
 _KEPT_REPORTS = 6

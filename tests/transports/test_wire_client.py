@@ -13,7 +13,7 @@ import pytest
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.transports.wire.acceptor import Acceptor, listen
 from rl_bridge.transports.wire.channel import Channel, Greeting, fresh_nonce
-from rl_bridge.transports.wire.connector import Connector
+from rl_bridge.transports.wire.client import Connector
 
 
 def call(address: str = "127.0.0.1") -> None:
