@@ -18,7 +18,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.groups import GroupBridge
 from rl_bridge.transports.nixl.agent import AgentError, Counters
-from rl_bridge.transports.wire.client import Connector
+from rl_bridge.transports.wire.channel import Channel
 from tests.groups.meshes import cut, model
 from tests.groups.rig import trainers
 from tests.machines.nixl_roles import Between, both, source_of, weights
@@ -83,11 +83,8 @@ def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_question(
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         consumer.catalog(manifest)
 
-        def late(*_: object) -> None:
-            raise TransferTimeout("it came too late")
-
         with monkeypatch.context() as patch:
-            patch.setattr(Connector, "wait_for_message", late)
+            patch.setattr(Channel, "receive", lambda _, *, until: None)
             with pytest.raises(TransferTimeout):
                 consumer.catalog(manifest)
         publisher.consumers()  # it has answered by now

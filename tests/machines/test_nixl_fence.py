@@ -144,7 +144,7 @@ def test_a_lease_that_is_not_renewed_ends() -> None:
         client = leasing(consumer, manifest)
         client.wait_for_lease(manifest.update_id)
         assert [entry.readers for entry in publisher.catalog()] == [
-            (f"worker 'rollout' rank 0 (pid {client._identity.pid})",)
+            (f"worker 'rollout' rank 0 (pid {client._join.pid})",)
         ]
         until(lambda: publisher.catalog()[0].readers == (), what="the lease to end", deadline_s=10)
 

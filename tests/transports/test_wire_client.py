@@ -150,16 +150,16 @@ def test_a_question_goes_on_leaving_while_its_answer_is_waited_for() -> None:
     far = Channel(there, max_message_nbytes=len(LONG))
     near.send_bytes(LONG.encode())
     assert near.has_outgoing
-    connector = Connector("the publisher", "127.0.0.1", 1, magic=b"", timeout_s=5.0)
+    until = time.monotonic() + 20.0
 
     def answer() -> None:
-        connector.wait_for_message(far)
+        far.receive(until=until)
         far.send_bytes(b"here")
 
     peer = threading.Thread(target=answer)
     peer.start()
     try:
-        assert connector.wait_for_message(near) == b"here"
+        assert near.receive(until=until) == b"here"
     finally:
         near.close()
         peer.join()

@@ -18,9 +18,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -76,8 +75,8 @@ from rl_bridge.trainers import write_peft
 from rl_bridge.transports.files.steps import LOOK_S, StepReceiver
 from rl_bridge.transports.files.store import MANIFEST
 from rl_bridge.transports.files.store import MARKER as STABLE
-from rl_bridge.transports.wire.channel import Channel, Message, Refused, checked_address
-from rl_bridge.transports.wire.client import Connector
+from rl_bridge.transports.wire.channel import checked_address
+from rl_bridge.transports.wire.client import Connector, PeerClient
 from rl_bridge.transports.wire.tls import TLS, TLSFiles
 
 __all__ = [
@@ -102,9 +101,6 @@ Address = tuple[str, int]
 _KEPT = 2  # directories of a run in the cache
 _CALL_S = 120.0
 _INSTALL_S = 60.0
-
-
-_Answer = TypeVar("_Answer", Runs, Told, Welcome)
 
 
 # ---- a reader ------------------------------------------------------------------------------------
@@ -165,25 +161,28 @@ class ParameterClient:
 
         """
         known, found = self._manifests, dict[int, WeightUpdateManifest]()
-        with closing(self._connected()) as line:
-            for at, kept in line.ask(AskRuns(), Runs).runs.items():
+        with self._connected() as line:
+            within_s = self._timeout_s
+            for at, kept in line.ask(AskRuns(), Runs, within_s=within_s).runs.items():
                 _, newest = kept[-1]
                 if at in known and known[at].update_id == newest:
                     found[at] = known[at]
-                elif text := line.ask(AskManifest(run_idx=at, weight_version=None), Told).manifest:
+                    continue
+                asked = AskManifest(run_idx=at, weight_version=None)
+                if text := line.ask(asked, Told, within_s=within_s).manifest:
                     found[at] = WeightUpdateManifest.of(text, caller="refresh_catalog")
                 # (Else the run ended in between.)
         self._manifests = found
 
-    def _connected(self) -> "_Line":
-        line = _Line(
+    def _connected(self) -> PeerClient[Welcome]:
+        line = _connect(
             (self.server_ip, self.server_port),
             self.server_name,
             token_of(self._secret),
             self._timeout_s,
             self._tls,
         )
-        self._rank = line.rank
+        self._rank = line.welcome.rank
         return line
 
     def manifest(self, run_idx: int) -> WeightUpdateManifest:
@@ -302,67 +301,36 @@ class ParameterClient:
         return tensors
 
 
-class _Line:
-    """A connection to one parameter server; all that is asked over it shares one deadline."""
+def _connect(
+    address: Address, server_name: str, token: bytes, within_s: float, tls: TLS | None
+) -> PeerClient[Welcome]:
+    """Connect to one parameter server, which has to be the one of that name.
 
-    def __init__(
-        self, address: Address, server_name: str, token: bytes, within_s: float, tls: TLS | None
-    ) -> None:
-        """Connect, prove both ways that the token is known, and name the server that is meant.
+    Raises:
+        SegmentError: nobody answers there, or without knowing the token.
+        WeightBridgeUnavailableError: a server of another name.
+        TransferTimeout: not in time.
 
-        Raises:
-            SegmentError: nobody answers there, or without knowing the token.
-            WeightBridgeUnavailableError: a server of another name.
-            TransferTimeout: not in time.
-
-        """
-        host, port = address
-        what = f"parameter server {server_name!r}"
-        self._connector = Connector(what, host, port, magic=MAGIC, timeout_s=within_s, tls=tls)
-        self._channel: Channel = self._connector.connect(
-            token, identity_of(host, port), max_message_nbytes=MAX_MESSAGE_NBYTES
+    """
+    host, port = address
+    what = f"parameter server {server_name!r}"
+    line = PeerClient(
+        Connector(what, host, port, magic=MAGIC, timeout_s=within_s, tls=tls),
+        token,
+        identity_of(host, port),
+        Join(worker="reader", rank=0, pid=os.getpid(), is_observer=True, server_name=server_name),
+        welcome=Welcome,
+        parse=from_server,
+        max_message_nbytes=MAX_MESSAGE_NBYTES,
+    )
+    found = line.welcome.server_name
+    if found != server_name:
+        line.hang_up()
+        raise MalformedManifest(
+            f"{line.where} calls itself {found!r}. Check the address, and use one release on both "
+            "sides."
         )
-        try:
-            join = Join(
-                worker="reader", rank=0, pid=os.getpid(), is_observer=True, server_name=server_name
-            )
-            welcome = self.ask(join, Welcome)
-        except BaseException:
-            self._channel.close()
-            raise
-        self.rank = welcome.rank
-        if welcome.server_name != server_name:
-            self._channel.close()
-            raise self._strange(f"it calls itself {welcome.server_name!r}")
-
-    def ask(self, message: Message, kind: type[_Answer]) -> _Answer:
-        """The answer to a message.
-
-        Raises:
-            WeightBridgeUnavailableError: the server refuses this side.
-            SegmentError: it hung up.
-            TransferTimeout: not in time.
-            MalformedManifest: it answered something else.
-
-        """
-        self._channel.send(message)
-        answer = from_server(self._connector.wait_for_message(self._channel))
-        if isinstance(answer, Refused):
-            msg = f"{self._connector.where} refuses this side: {answer.reason}."
-            raise WeightBridgeUnavailableError(msg)
-        if not isinstance(answer, kind):
-            raise self._strange(f"it answered {type(answer).__name__}")
-        return answer
-
-    def close(self) -> None:
-        """Hang up."""
-        self._channel.close()
-
-    def _strange(self, cause: str) -> MalformedManifest:
-        return MalformedManifest(
-            f"{self._connector.where} is no such server: {cause}. Check the address, and use one "
-            "release on both sides."
-        )
+    return line
 
 
 def newest_version(
@@ -399,10 +367,11 @@ def newest_version(
     for rank, (host, port) in enumerate(addresses):
         name, left = f"{server_name}_{rank}", max(until - time.monotonic(), 1e-3)
         known = token_of(secret_for(token, host))
-        with closing(_Line((host, port), name, known, left, secured)) as line:
+        with _connect((host, port), name, known, left, secured) as line:
             if not rank:
                 asked = AskManifest(run_idx=run_idx, weight_version=weight_version)
-                told = line.ask(asked, Told)
+                left = max(until - time.monotonic(), 1e-3)
+                told = line.ask(asked, Told, within_s=left)
                 if not told.manifest:
                     raise UnknownUpdate(f"parameter server {name!r}: {told.reason}.")
                 text = told.manifest

@@ -11,9 +11,9 @@ import threading
 import time
 from collections import OrderedDict
 from functools import partial
+from typing import Self
 
-from rl_bridge.errors import SegmentError, TransferTimeout, WeightBridgeUnavailableError
-from rl_bridge.memory.control import UpdateReport
+from rl_bridge.errors import SegmentError, TransferTimeout
 from rl_bridge.transports.broadcast.init_info import MAGIC, STEPS_IN_TIME, BroadcastInitInfo
 from rl_bridge.transports.broadcast.messages import (
     CalledOff,
@@ -30,59 +30,23 @@ from rl_bridge.transports.broadcast.messages import (
 from rl_bridge.transports.broadcast.receiver import Receiver
 from rl_bridge.transports.wire.arenas import Arrivals
 from rl_bridge.transports.wire.channel import (
-    Channel,
     Gone,
     Leave,
     Refused,
-    Reported,
     Wake,
     error_of,
     keep_newest,
 )
-from rl_bridge.transports.wire.client import Connector
+from rl_bridge.transports.wire.client import Connector, PeerClient
 from rl_bridge.transports.wire.tls import TLS
 
 _LOG = logging.getLogger(__name__)
 
-_KEPT_REPORTS = 6
 _KEPT_REFUSALS = 16
 _GOODBYE_S = 1.0
-_MAX_REPORT_NBYTES = 48 << 10
 
 
-def _join_group(
-    info: BroadcastInitInfo, join: Join, *, timeout_s: float, tls: TLS | None
-) -> Channel:
-    """Connect, prove that the token is known, and join."""
-    what = "the publisher's broadcast group"
-    connector = Connector(
-        what,
-        info.address,
-        info.port,
-        magic=MAGIC,
-        timeout_s=timeout_s,
-        tls=tls,
-        has_tls=info.has_tls,
-    )
-    channel = connector.connect(bytes.fromhex(info.token), info.identity)
-    try:
-        channel.send(join)
-        message = from_publisher(connector.wait_for_message(channel))
-    except BaseException:
-        channel.close()
-        raise
-    if isinstance(message, Welcome):
-        return channel
-    channel.close()
-    if isinstance(message, Refused):
-        raise WeightBridgeUnavailableError(
-            f"{connector.where} refuses this side; mend that and import again: {message.reason}"
-        )
-    msg = f"{connector.where} speaks another release's protocol. Use one release."
-    raise SegmentError(msg)
-
-
-class ControlClient:
+class ControlClient(PeerClient[Welcome]):
     """One publisher, as a receiver sees it."""
 
     def __init__(
@@ -108,30 +72,39 @@ class ControlClient:
 
         """
         self.info = info
-        self.is_observer = is_observer
         self._timeout_s = timeout_s
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._gone: OrderedDict[str, Gone] = OrderedDict()
-        self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
-        """The last reports of this side: a later connection repeats them."""
         self._lost: str | None = None
         self._has_left = False
         self._has_ended = False
         self._before: ControlClient | None = None
-        self._identity = Join(
+        join = Join(
             worker=worker[:512],
             rank=rank,
             group_rank=rank + info.rank_offset,
             pid=self._pid,
             is_observer=is_observer,
         )
-        self._channel = _join_group(info, self._identity, timeout_s=timeout_s, tls=tls)
+        connector = Connector(
+            "the publisher's broadcast group",
+            info.address,
+            info.port,
+            magic=MAGIC,
+            timeout_s=timeout_s,
+            tls=tls,
+            has_tls=info.has_tls,
+        )
+        token = bytes.fromhex(info.token)
+        super().__init__(
+            connector, token, info.identity, join, welcome=Welcome, parse=from_publisher
+        )
         self._wake = Wake()
         self._receiver = Receiver(
             info.backend,
             arrivals,
-            send=self._channel.send,
+            send=self.send,
             send_value=self._send_value,
             address=self._channel.socket.getsockname()[0],
             takes_offers=takes_offers,
@@ -150,12 +123,6 @@ class ControlClient:
         poll = select.poll()
         poll.register(self._channel.socket, select.POLLRDHUP)
         return bool(poll.poll(0))
-
-    def follow(self) -> None:
-        """Become a full member, which every version is sent to."""
-        if self.is_observer:
-            self.is_observer = False
-            self._channel.send(self._identity.model_copy(update={"is_observer": False}))
 
     def take_offers(self, *, unasked: bool) -> None:
         """Take every version that is offered from now on, or with False only what is fetched."""
@@ -202,7 +169,7 @@ class ControlClient:
             # A version may arrive and be evicted before it is attached: then ask again.
             if progress is None and wanted != ended:
                 wanted = ended
-                self._channel.send(
+                self.send(
                     Want(update_id=update_id, generation=generation, arena_nbytes=arena_nbytes)
                 )
             receiver.wait(partial(self._has_news, update_id, progress, ended), left)
@@ -231,23 +198,15 @@ class ControlClient:
                 "if the publisher still runs."
             )
 
-    def report(self, report: UpdateReport) -> None:
-        """Send a report to the publisher; never waits."""
-        self.reports.pop(report.update_id, None)
-        self.reports[report.update_id] = report
-        keep_newest(self.reports, _KEPT_REPORTS)
-        message = Reported(report=report)
-        if len(message.model_dump_json()) > _MAX_REPORT_NBYTES:
-            plain = report.model_copy(update={"proof": None, "timings_ms": {}})
-            message = Reported(report=plain)
-        self._channel.send(message)
+    def send_text(self, text: bytes) -> None:
+        """Send the text of a message; the thread sends what the kernel does not take at once."""
+        super().send_text(text)
         if self._channel.has_outgoing:
             self._wake.poke()
 
-    def take_over(self, other: "ControlClient") -> None:
+    def take_over(self, other: Self) -> None:
         """Repeat the reports of an earlier connection to the same publisher, and close it."""
-        for report in list(other.reports.values()):
-            self.report(report)
+        super().take_over(other)
         if not other.close():
             self._before = other  # it may still write to slots that both share
 
@@ -259,21 +218,24 @@ class ControlClient:
         if os.getpid() != self._pid:
             return self._has_ended
         if not self._has_left:
-            self._leave()
+            self.leave()
             self._has_left = True
         self._has_ended = self._receiver.close(timeout_s=self._timeout_s)
         return self._has_ended and (self._before is None or self._before.close())
 
-    def _leave(self) -> None:
-        self._channel.send(Leave())
-        self._join(_GOODBYE_S)  # the publisher hangs up once it has noted that this side is gone
+    def leave(self) -> None:
+        """Say goodbye, hang up, and end the thread that reads."""
+        self.send(Leave())
+        self._await_thread(
+            _GOODBYE_S
+        )  # the publisher hangs up once it has noted that this side is gone
         self._lose("this side closed")
         self._wake.poke()
-        self._join(self._timeout_s)
+        self._await_thread(self._timeout_s)
         self._channel.close()
         self._wake.close()
 
-    def _join(self, timeout_s: float) -> None:
+    def _await_thread(self, timeout_s: float) -> None:
         # Garbage collection may close a bridge in any thread, also in this one.
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -281,7 +243,7 @@ class ControlClient:
     # ---- the thread -----------------------------------------------------------------------------
 
     def _send_value(self, group: int, key: str, value: bytes) -> None:
-        self._channel.send(StoreValue(group=group, key=key, value=value.hex()))
+        self.send(StoreValue(group=group, key=key, value=value.hex()))
 
     def _lose(self, reason: str) -> None:
         with self._changed:

@@ -5,20 +5,12 @@ message wakes a process there.
 """
 
 import os
-import time
-from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from rl_bridge.errors import (
-    MalformedManifest,
-    SegmentError,
-    TransferTimeout,
-    WeightBridgeUnavailableError,
-)
-from rl_bridge.memory.control import UpdateReport
+from rl_bridge.errors import MalformedManifest
 from rl_bridge.transports.nixl.agent import Agent, AgentError
 from rl_bridge.transports.nixl.messages import (
     MAGIC,
@@ -37,25 +29,14 @@ from rl_bridge.transports.nixl.messages import (
     Welcome,
     from_publisher,
 )
-from rl_bridge.transports.wire.channel import (
-    Gone,
-    Leave,
-    Message,
-    Refused,
-    Reported,
-    error_of,
-    keep_newest,
-)
-from rl_bridge.transports.wire.client import Connector
+from rl_bridge.transports.wire.channel import Gone, error_of
+from rl_bridge.transports.wire.client import Connector, HungUp, PeerClient
 from rl_bridge.transports.wire.tls import TLS
 
-_KEPT_REPORTS = 6
-_MAX_REPORT_NBYTES = 1 << 20
-_GOODBYE_S = 1.0
 _NAME = "the publisher's NIXL server"
 
 
-class ControlClient:
+class ControlClient(PeerClient[Welcome]):
     """One publisher, as a reader sees it. Under the consumer's lock, except `report`."""
 
     def __init__(
@@ -81,19 +62,26 @@ class ControlClient:
 
         """
         self.endpoint = endpoint
-        self.is_observer = is_observer
         self.needs_help = True
         """Whether the publisher must make progress while this side reads."""
         self.is_fresh = True
         """Whether nothing was read yet: a connection that is being made always needs help."""
         self.epoch = 0
         """Grows when the peer is made anew: reads that were prepared before are void."""
-        self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
         self.known_slots: dict[int, Leased] = {}
         self._deferred: list[bytes] = []
         self._timeout_s = timeout_s
-        self._tls = tls
-        self._identity = Join(
+        connector = Connector(
+            f"{_NAME} {endpoint.server_name}",
+            endpoint.address,
+            endpoint.port,
+            magic=MAGIC,
+            timeout_s=timeout_s,
+            within_s=within_s,
+            tls=tls,
+            has_tls=endpoint.has_tls,
+        )
+        join = Join(
             worker=worker[:512],
             rank=rank,
             pid=os.getpid(),
@@ -101,67 +89,29 @@ class ControlClient:
             is_observer=is_observer,
             timeout_s=timeout_s,
         )
-        connector = self._connector(within_s)
-        self._where = connector.where
-        self._channel = connector.connect(
-            token, endpoint.identity, max_message_nbytes=MAX_MESSAGE_NBYTES
+        super().__init__(
+            connector,
+            token,
+            endpoint.identity,
+            join,
+            welcome=Welcome,
+            parse=from_publisher,
+            max_message_nbytes=MAX_MESSAGE_NBYTES,
         )
         try:
-            welcome = self._join(connector)
-            self.lease_s = welcome.timeout_s
-            self._conn = bytes.fromhex(welcome.metadata)
-            self._remote_epoch = welcome.epoch
+            self.lease_s = self.welcome.timeout_s
+            self._conn = bytes.fromhex(self.welcome.metadata)
+            self._remote_epoch = self.welcome.epoch
             self._agent = agent()
             self.peer = self._agent.add_peer(self._conn, is_new=True)
         except BaseException:
-            self._channel.close()
+            self.hang_up()
             raise
-
-    def _connector(self, within_s: float | None = None) -> Connector:
-        return Connector(
-            f"{_NAME} {self.endpoint.server_name}",
-            self.endpoint.address,
-            self.endpoint.port,
-            magic=MAGIC,
-            timeout_s=self._timeout_s,
-            within_s=within_s,
-            tls=self._tls,
-            has_tls=self.endpoint.has_tls,
-        )
-
-    def _join(self, connector: Connector) -> Welcome:
-        self._channel.send(self._identity)
-        message = from_publisher(connector.wait_for_message(self._channel))
-        if isinstance(message, Refused):
-            raise WeightBridgeUnavailableError(
-                f"{self._where} refuses this side; mend that and import again: {message.reason}"
-            )
-        if not isinstance(message, Welcome):
-            msg = f"{self._where} speaks another release's protocol. Use one release."
-            raise SegmentError(msg)
-        return message
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the connection ended, as far as this side can know by now."""
-        if not self._channel.is_lost:
-            self._channel.flush()
-            self._channel.fill()
-        return self._channel.is_lost
-
-    def follow(self) -> None:
-        """Become a full member, which leaves a record."""
-        if self.is_observer:
-            self.is_observer = False
-            self._send(self._identity.model_copy(update={"is_observer": False}))
 
     # ---- sending --------------------------------------------------------------------------------
 
-    def _send(self, message: Message) -> None:
-        self._send_text(message.model_dump_json().encode("utf-8", "replace"))
-
-    def _send_text(self, text: bytes) -> None:
-        """Send a message behind the deferred ones, in one go."""
+    def send_text(self, text: bytes) -> None:
+        """Send the text of a message behind the deferred ones, in one go."""
         deferred, self._deferred = self._deferred, []
         self._channel.send_bytes(*deferred, text)
 
@@ -175,7 +125,7 @@ class ControlClient:
 
     def ask_for_lease(self, update_id: str, *, generation: int, arena_nbytes: int) -> None:
         """Ask for a lease; `wait_for_lease` waits for the answer."""
-        self._send(
+        self.send(
             Lease(
                 update_id=update_id,
                 generation=generation,
@@ -196,46 +146,25 @@ class ControlClient:
             TransferTimeout: the publisher does not answer in time.
 
         """
-        message = self._answer((Leased, Gone), update_id)
+        try:
+            message: Leased | Gone = self.wait_for(
+                (Leased, Gone),
+                within_s=self._timeout_s,
+                is_answer=lambda answer: answer.update_id == update_id,
+            )
+        except HungUp as error:
+            msg = f"update {update_id}: the connection to its publisher ended."
+            raise AgentError(msg) from error
         if isinstance(message, Gone):
             raise error_of(message)
-        if not isinstance(message, Leased):
-            raise MalformedManifest(f"update {update_id}: no lease came. Use one release.")
         if not len(message.addresses) == len(message.starts) == len(message.nbytes):
             msg = (
-                f"{self._where} describes update {update_id} with lists of different lengths. "
+                f"{self.where} describes update {update_id} with lists of different lengths. "
                 "Use one release on both sides."
             )
             raise MalformedManifest(msg)
         self._learn(message)
         return message
-
-    def _answer(self, kinds: tuple[type[Message], ...], update_id: str | None) -> Message:
-        connector = self._connector()
-        while True:
-            try:
-                text = connector.wait_for_message(self._channel)
-            except TransferTimeout:
-                self._channel.close()  # the network may have cut it silently: use a new one
-                raise
-            except SegmentError as error:
-                if update_id is None:
-                    raise
-                msg = f"update {update_id}: the connection to its publisher ended."
-                raise AgentError(msg) from error
-            message = from_publisher(text)
-            if isinstance(message, Refused):
-                self._channel.close()
-                msg = f"{self._where} ended the connection: {message.reason}. Publish again."
-                raise SegmentError(msg)
-            if message is None:
-                self._channel.close()
-                msg = f"{self._where} sent no valid message. Use one release on both sides."
-                raise SegmentError(msg)
-            # Late answers to earlier questions are skipped.
-            is_about_it = update_id is None or getattr(message, "update_id", None) == update_id
-            if isinstance(message, kinds) and is_about_it:
-                return message
 
     def _learn(self, leased: Leased) -> None:
         if leased.moved:
@@ -250,7 +179,7 @@ class ControlClient:
             for metadata in leased.metadata:
                 self._agent.add_peer(bytes.fromhex(metadata))
         elif leased.slot not in self.known_slots:
-            msg = f"{self._where} did not say how to reach slot {leased.slot}. Use one release."
+            msg = f"{self.where} did not say how to reach slot {leased.slot}. Use one release."
             raise MalformedManifest(msg)
         self.known_slots[leased.slot] = leased
 
@@ -274,12 +203,12 @@ class ControlClient:
 
     def renew(self, update_id: str) -> None:
         """Report that this side is still reading."""
-        self._send(Renew(update_id=update_id))
+        self.send(Renew(update_id=update_id))
 
     def help(self, *, is_needed: bool) -> None:
         """Ask the publisher to make progress, or to stop; asked again, it sees to who serves."""
         self.needs_help = is_needed
-        self._send(Help(is_needed=is_needed))
+        self.send(Help(is_needed=is_needed))
 
     def unlease(self, update_id: str, *, with_next: bool = False) -> None:
         """Report that this side is done: now, or together with the next message."""
@@ -287,7 +216,7 @@ class ControlClient:
         if with_next:
             self._deferred.append(message.model_dump_json().encode())
         else:
-            self._send(message)
+            self.send(message)
 
     def catalog(self) -> tuple[Entry, ...]:
         """Ask for the versions that the publisher holds.
@@ -297,32 +226,9 @@ class ControlClient:
             TransferTimeout: it does not answer in time.
 
         """
-        self._send(AskCatalog())
-        answer = self._answer((Catalog,), None)
-        if not isinstance(answer, Catalog):
-            raise TransferTimeout(f"{self._where} gave no catalog. Ask again.")
-        return answer.entries
+        return self.ask(AskCatalog(), Catalog, within_s=self._timeout_s).entries
 
-    # ---- the way back ---------------------------------------------------------------------------
-
-    def report(self, report: UpdateReport) -> None:
-        """Send a report to the publisher; never waits."""
-        self.reports.pop(report.update_id, None)
-        self.reports[report.update_id] = report
-        keep_newest(self.reports, _KEPT_REPORTS)
-        text = _text_of(report)
-        if len(text) > _MAX_REPORT_NBYTES:
-            text = _text_of(report.model_copy(update={"proof": None, "timings_ms": {}}))
-        self._send_text(text)
-
-    def take_over(self, other: "ControlClient") -> None:
-        """Repeat the reports of an earlier connection to the same publisher."""
-        for report in list(other.reports.values()):
-            self.report(report)
-
-    def hang_up(self) -> None:
-        """End the connection as it is."""
-        self._channel.close()
+    # ---- the end --------------------------------------------------------------------------------
 
     def close(self, *, keeps_peer: bool = False) -> None:
         """Leave, and forget the peer. Idempotent; nothing may be read from the peer meanwhile.
@@ -331,19 +237,9 @@ class ControlClient:
             keeps_peer: another connection goes on with the peer.
 
         """
-        if not self._channel.is_lost:
-            self._send(Leave())
-            # The publisher hangs up once it has noted that this side is gone.
-            until = time.monotonic() + _GOODBYE_S
-            while not self._channel.is_lost and time.monotonic() < until:
-                self._channel.receive_raw(1 << 20, until=until)
-        self._channel.close()
+        self.leave()
         if not keeps_peer and not self._agent.is_closed:
             self._agent.remove_peer(self.peer)
-
-
-def _text_of(report: UpdateReport) -> bytes:
-    return Reported(report=report).model_dump_json().encode("utf-8", "replace")
 
 
 def _overlaps(one: Leased, other: Leased) -> bool:

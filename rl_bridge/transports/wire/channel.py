@@ -28,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -308,13 +308,21 @@ class Channel:
         del self._incoming[: _LENGTH.size + length]
         return data
 
+    def receive(self, *, until: float) -> bytes | None:
+        """Wait for a message's text; None if it does not come in time, or the stream ends."""
+        return self._wait(self.take, until)
+
     def receive_raw(self, nbytes: int, *, until: float) -> bytes | None:
         """Wait for a number of bytes; None if they do not come in time, or the stream ends."""
-        while (data := self.take_raw(nbytes)) is None:
+        return self._wait(partial(self.take_raw, nbytes), until)
+
+    def _wait(self, take: Callable[[], bytes | None], until: float) -> bytes | None:
+        while (data := take()) is None:
             left = until - time.monotonic()
             if self.is_lost or left <= 0:
                 return None
             poll = select.poll()
+            # What the peer is to answer may not have left as a whole yet.
             poll.register(self.socket, select.POLLIN | (select.POLLOUT if self.has_outgoing else 0))
             poll.poll(left * 1e3)
             self.flush()

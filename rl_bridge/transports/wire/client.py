@@ -1,21 +1,35 @@
-"""The receiver's side of a new connection: connect, and prove both ways that the token is known.
+"""The receiver's side of a connection: connect, prove that the token is known, join, ask, report.
 
-Each failure has its own error, because each has its own remedy: the publisher is gone, it refuses
-the token, the network does not lead there, or too many peers came at once.
+`Connector` makes a connection, on which both sides have proven that they know the token. Each
+failure has its own error, because each has its own remedy: the publisher is gone, it refuses the
+token, the network does not lead there, or too many peers came at once.
+
+`PeerClient` is the counterpart of `PeerServer`, which it joins over such a connection. What else
+the two tell each other, a transport adds to both.
 """
 
 import errno
 import select
 import socket
 import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
 
 from rl_bridge.errors import SegmentError, TransferTimeout, WeightBridgeUnavailableError
+from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports.wire.channel import (
     GREETING_NBYTES,
     MAX_MESSAGE_NBYTES,
     Channel,
     Greeting,
+    Leave,
+    Message,
+    PeerJoin,
+    Refused,
+    Reported,
     fresh_nonce,
+    keep_newest,
 )
 from rl_bridge.transports.wire.tls import TLS, unlike
 
@@ -23,9 +37,28 @@ from rl_bridge.transports.wire.tls import TLS, unlike
 _NETWORK = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
 _RETRY_MS = 100
 
+_KEPT_REPORTS = 6
+_MOST_OF_A_REPORT_NBYTES = 1 << 20
+_GOODBYE_S = 1.0
+_OTHER_RELEASE = "speaks another release's protocol. Use one release on both sides."
+
+
+def _late(where: str, what: str, within_s: float, hint: str = "") -> TransferTimeout:
+    return TransferTimeout(
+        f"{where} could not {what} within {within_s:g} s{hint}. Check that the publisher runs and "
+        "is reachable, then import again, or raise timeout_s."
+    )
+
 
 class Connector:
-    """One attempt to reach a publisher, within one deadline."""
+    """One attempt to reach a publisher, within one deadline.
+
+    Attributes:
+        where: the publisher and its address, for messages.
+        until: the deadline, by `time.monotonic`.
+        within_s: seconds from the beginning to the deadline.
+
+    """
 
     def __init__(
         self,
@@ -50,10 +83,10 @@ class Connector:
         self._port = port
         self._magic = magic
         self._timeout_s = timeout_s
-        self._within_s = timeout_s if within_s is None else min(within_s, timeout_s)
+        self.within_s = timeout_s if within_s is None else min(within_s, timeout_s)
         self._tls = tls
         self._has_tls = has_tls
-        self._until = time.monotonic() + self._within_s
+        self.until = time.monotonic() + self.within_s
         self.where = f"{what} at {address} port {port}"
 
     def connect(
@@ -87,7 +120,7 @@ class Connector:
                 raise
             channel.close()
             if not is_last:  # a publisher that is dying stops listening within a moment
-                left_ms = (self._until - time.monotonic()) * 1e3
+                left_ms = (self.until - time.monotonic()) * 1e3
                 select.poll().poll(max(0, min(_RETRY_MS, left_ms)))
         msg = (
             f"{self.where} hung up in the greeting, before it looked at the token: too many "
@@ -108,11 +141,11 @@ class Connector:
             )
             raise WeightBridgeUnavailableError(msg) from error
         try:
-            connection.settimeout(max(0.001, self._until - time.monotonic()))
+            connection.settimeout(max(0.001, self.until - time.monotonic()))
             connection.connect((self._address, self._port))
         except TimeoutError as error:
             connection.close()
-            raise self._late("be reached") from error
+            raise _late(self.where, "be reached", self.within_s) from error
         except OSError as error:
             connection.close()
             if error.errno in _NETWORK:
@@ -129,13 +162,6 @@ class Connector:
             raise SegmentError(msg) from error
         return connection
 
-    def _late(self, what: str) -> TransferTimeout:
-        hint = self._hint if what == "greet" else ""
-        return TransferTimeout(
-            f"{self.where} could not {what} within {self._within_s:g} s{hint}. Check that the "
-            "publisher runs and is reachable, then import again, or raise timeout_s."
-        )
-
     @property
     def _hint(self) -> str:
         """A side with TLS is silent until the other one speaks, as one without does."""
@@ -143,11 +169,11 @@ class Connector:
 
     def _receive(self, channel: Channel, part: str) -> bytes | None:
         """Wait for one part of the greeting; None if the publisher hung up."""
-        data = channel.receive_raw(GREETING_NBYTES[part], until=self._until)
+        data = channel.receive_raw(GREETING_NBYTES[part], until=self.until)
         if channel.failure is not None and self._tls is not None:
             raise self._tls.refusal(self.where, self._address, channel.failure)
         if data is None and not channel.is_lost:
-            raise self._late("greet")
+            raise _late(self.where, "greet", self.within_s, self._hint)
         return data
 
     def _greet(self, channel: Channel, token: bytes, identity: str) -> bool:
@@ -179,26 +205,191 @@ class Connector:
             raise SegmentError(msg)
         return True
 
-    def wait_for_message(self, channel: Channel) -> bytes:
-        """Wait for one message's text.
+
+class HungUp(SegmentError):
+    """The publisher ended the connection and gave no reason; it may still live."""
+
+
+_Welcomed = TypeVar("_Welcomed", bound=Message)
+_Answered = TypeVar("_Answered", bound=Message)
+
+
+class PeerClient(Generic[_Welcomed]):
+    """One publisher, as a receiver sees it. Calls come from one thread at a time.
+
+    Attributes:
+        where: the publisher and its address, for messages.
+        welcome: what the publisher answered to the first message.
+        is_observer: this side leaves no record at the publisher.
+        reports: the last reports of this side; a later connection repeats them.
+
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        token: bytes,
+        identity: str,
+        join: PeerJoin,
+        *,
+        welcome: type[_Welcomed],
+        parse: Callable[[bytes], Any],
+        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
+    ) -> None:
+        """Connect, prove that the token is known, and join, all within the connector's deadline.
+
+        Args:
+            connector: leads to the publisher.
+            token: proves that this side may join.
+            identity: the publisher's, see `Greeting`.
+            join: the first message, which names this side.
+            welcome: the kind of the answer to it.
+            parse: reads all messages of the publisher; None for a text that is none.
+            max_message_nbytes: size of the longest message.
 
         Raises:
-            SegmentError: the publisher hung up.
+            SegmentError: the publisher is gone, refuses the token, or is of another release.
+            WeightBridgeUnavailableError: it has no room for this side, or a certificate is refused.
             TransferTimeout: it does not answer in time.
 
         """
-        while (text := channel.take()) is None:
-            if channel.is_lost:
-                msg = f"{self.where} hung up. Publish again, or make a new bridge."
-                raise SegmentError(msg)
-            left = self._until - time.monotonic()
-            if left <= 0:
-                raise self._late("answer")
-            poll = select.poll()
-            # The question may not have left as a whole yet.
-            wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
-            poll.register(channel.socket, wants)
-            poll.poll(left * 1e3)
-            channel.flush()
-            channel.fill(is_polled=True)
-        return text
+        self.where = connector.where
+        self.is_observer = join.is_observer
+        self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
+        self._join = join
+        self._parse = parse
+        self._max_report_nbytes = min(max_message_nbytes * 3 // 4, _MOST_OF_A_REPORT_NBYTES)
+        self._channel = connector.connect(token, identity, max_message_nbytes=max_message_nbytes)
+        try:
+            self.welcome = self._welcomed(welcome, connector)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def _welcomed(self, welcome: type[_Welcomed], connector: Connector) -> _Welcomed:
+        self._channel.send(self._join)
+        answer = self._next(connector.until, connector.within_s)
+        if isinstance(answer, Refused):
+            raise WeightBridgeUnavailableError(
+                f"{self.where} refuses this side; mend that and import again: {answer.reason}"
+            )
+        if not isinstance(answer, welcome):
+            raise SegmentError(f"{self.where} {_OTHER_RELEASE}")
+        return answer
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection ended, as far as this side can know by now."""
+        if not self._channel.is_lost:
+            self._channel.flush()
+            self._channel.fill()
+        return self._channel.is_lost
+
+    def follow(self) -> None:
+        """Become a full member, which leaves a record."""
+        if self.is_observer:
+            self.is_observer = False
+            self.send(self._join.model_copy(update={"is_observer": False}))
+
+    # ---- sending --------------------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Send a message, or keep it until the publisher reads; never waits."""
+        self.send_text(message.model_dump_json().encode("utf-8", "replace"))
+
+    def send_text(self, text: bytes) -> None:
+        """Send the text of a message."""
+        self._channel.send_bytes(text)
+
+    def report(self, report: UpdateReport) -> None:
+        """Send a report to the publisher; never waits."""
+        self.reports.pop(report.update_id, None)
+        self.reports[report.update_id] = report
+        keep_newest(self.reports, _KEPT_REPORTS)
+        text = _text_of(report)
+        if len(text) > self._max_report_nbytes:
+            text = _text_of(report.model_copy(update={"proof": None, "timings_ms": {}}))
+        self.send_text(text)
+
+    def take_over(self, other: Self) -> None:
+        """Repeat the reports of an earlier connection to the same publisher."""
+        for report in list(other.reports.values()):
+            self.report(report)
+
+    # ---- asking ---------------------------------------------------------------------------------
+
+    def ask(self, message: Message, kind: type[_Answered], *, within_s: float) -> _Answered:
+        """Send a message and wait for its answer; see `wait_for`."""
+        self.send(message)
+        answer: _Answered = self.wait_for(kind, within_s=within_s)
+        return answer
+
+    def wait_for(
+        self,
+        kinds: type[Message] | tuple[type[Message], ...],
+        *,
+        within_s: float,
+        is_answer: Callable[[Any], bool] = lambda _: True,
+    ) -> Any:
+        """Wait for an answer of these kinds; what else comes answers an earlier question, too late.
+
+        Raises:
+            HungUp: the publisher ended the connection.
+            SegmentError: it says why it ends the connection, or sends what is no message.
+            TransferTimeout: no answer in time. This side has hung up: the network may have cut the
+                connection silently.
+
+        """
+        until = time.monotonic() + within_s
+        try:
+            while True:
+                message = self._checked(self._next(until, within_s))
+                if isinstance(message, kinds) and is_answer(message):
+                    return message
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def _checked(self, message: Any) -> Any:
+        if isinstance(message, Refused):
+            msg = f"{self.where} ended the connection: {message.reason}. Publish again."
+            raise SegmentError(msg)
+        if message is None:
+            raise SegmentError(f"{self.where} {_OTHER_RELEASE}")
+        return message
+
+    def _next(self, until: float, within_s: float) -> Any:
+        """Wait for a message, `within_s` in all; None for a text that is none."""
+        text = self._channel.receive(until=until)
+        if text is None and self._channel.is_lost:
+            raise HungUp(f"{self.where} hung up. Publish again, or make a new bridge.")
+        if text is None:
+            raise _late(self.where, "answer", within_s)
+        return self._parse(text)
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def hang_up(self) -> None:
+        """End the connection as it is. Idempotent."""
+        self._channel.close()
+
+    def leave(self) -> None:
+        """Say goodbye, and hang up once the publisher noted it. Idempotent."""
+        if not self._channel.is_lost:
+            self.send(Leave())
+            until = time.monotonic() + _GOODBYE_S
+            while not self._channel.is_lost and time.monotonic() < until:
+                self._channel.receive_raw(1 << 20, until=until)
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Leave."""
+        self.leave()
+
+
+def _text_of(report: UpdateReport) -> bytes:
+    return Reported(report=report).model_dump_json().encode("utf-8", "replace")
