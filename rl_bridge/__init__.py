@@ -92,6 +92,7 @@ FACES = (
     "testing",
     "trainers",
     "transports",
+    "transports.wire",
     "vllm",
 )
 """Packages and modules below `rl_bridge` whose names are public."""

@@ -87,6 +87,7 @@ def test_every_error_that_the_library_raises_is_in_the_tree() -> None:
     builtins = {"ValueError", "TypeError", "KeyError", "OSError", "RuntimeError", "StopIteration"}
     builtins |= {
         "AgentError",
+        "HungUp",
         "MemoryRefused",
         "TornRead",
         "SpeaksPlain",

@@ -27,6 +27,7 @@ from rl_bridge.testing.peer import Peer, hashes, sample_weights
 from rl_bridge.testing.processes import Child, until
 from rl_bridge.transports import TLSFiles
 from rl_bridge.transports.broadcast.init_info import BroadcastHandle
+from rl_bridge.transports.broadcast.messages import PROTOCOL, Join
 from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.wire.acceptor import Acceptor, listen
 from rl_bridge.transports.wire.channel import Channel
@@ -35,7 +36,6 @@ from rl_bridge.transports.wire.tls import load_tls
 from tests.tls_files import Authority, Certificates, let_expired_pass
 
 DEADLINE_S = 20.0
-MAGIC = b"12345678"
 WAYS = {
     "wrong": "it names another host .*not valid for '127.0.0.1'",
     "expired": "it has expired .certificate has expired",
@@ -255,20 +255,19 @@ def test_an_engine_says_nothing_to_a_certificate_that_it_refuses(
 def connect(listener: socket.socket, tls: TLSFiles | None, *, within_s: float = DEADLINE_S) -> None:
     address, port = listener.getsockname()
     connector = Connector(
-        "the peer", address, port, magic=MAGIC, timeout_s=within_s, tls=load_tls(tls)
+        "the peer", address, port, PROTOCOL, timeout_s=within_s, tls=load_tls(tls)
     )
     connector.connect(b"token", "identity").close()
 
 
 @contextmanager
-def acceptor(tls: TLSFiles | None, *, timeout_s: float = DEADLINE_S) -> Iterator[Acceptor[bytes]]:
+def acceptor(tls: TLSFiles | None, *, timeout_s: float = DEADLINE_S) -> Iterator[Acceptor[Join]]:
     """One that is served until the end."""
-    made: Acceptor[bytes] = Acceptor(
+    made: Acceptor[Join] = Acceptor(
         listen("test", "127.0.0.1", 0),
-        magic=MAGIC,
+        PROTOCOL,
         token=b"token",
         identity="identity",
-        parse=bytes,
         timeout_s=timeout_s,
         max_members=1,
         tls=load_tls(tls),

@@ -11,13 +11,14 @@ from contextlib import ExitStack, closing
 import pytest
 
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
+from rl_bridge.transports.broadcast.messages import PROTOCOL, Join
 from rl_bridge.transports.wire.acceptor import Acceptor, listen
 from rl_bridge.transports.wire.channel import Channel, Greeting, fresh_nonce
 from rl_bridge.transports.wire.client import Connector
 
 
 def call(address: str = "127.0.0.1") -> None:
-    Connector("the publisher", address, 1, magic=b"", timeout_s=5.0).connect(b"", "")
+    Connector("the publisher", address, 1, PROTOCOL, timeout_s=5.0).connect(b"", "")
 
 
 def test_a_process_without_a_descriptor_left_gets_an_error_that_says_so() -> None:
@@ -39,7 +40,7 @@ def test_a_publisher_that_does_not_listen_is_gone() -> None:
         call()
 
 
-@pytest.mark.parametrize("said", [b"", b"12345678" + bytes(32)], ids=["at once", "behind hello"])
+@pytest.mark.parametrize("said", [b"", PROTOCOL.magic + bytes(32)], ids=["at once", "behind hello"])
 def test_a_peer_that_is_pushed_out_of_its_greeting_may_come_again(said: bytes) -> None:
     """Anybody can have that happen who opens many connections, without the token."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -55,7 +56,7 @@ def test_a_peer_that_is_pushed_out_of_its_greeting_may_come_again(said: bytes) -
         thread = threading.Thread(target=push_out)
         thread.start()
         port = listener.getsockname()[1]
-        connector = Connector("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
+        connector = Connector("the publisher", "127.0.0.1", port, PROTOCOL, timeout_s=20.0)
         with pytest.raises(WeightBridgeUnavailableError, match="hung up in the greeting"):
             connector.connect(b"token", "identity")
         thread.join(20)
@@ -73,7 +74,7 @@ def test_a_publisher_that_dies_while_it_is_greeted_is_gone() -> None:
 
     thread = threading.Thread(target=die)
     thread.start()
-    connector = Connector("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
+    connector = Connector("the publisher", "127.0.0.1", port, PROTOCOL, timeout_s=20.0)
     with pytest.raises(SegmentError, match="it died"):
         connector.connect(b"token", "identity")
     thread.join(20)
@@ -82,12 +83,11 @@ def test_a_publisher_that_dies_while_it_is_greeted_is_gone() -> None:
 def test_strangers_push_out_no_peer_that_knows_the_token() -> None:
     listener = listen("test", "127.0.0.1", 0)
     with ExitStack() as stack:
-        acceptor: Acceptor[bytes] = Acceptor(
+        acceptor: Acceptor[Join] = Acceptor(
             listener,
-            magic=b"12345678",
+            PROTOCOL,
             token=b"token",
             identity="identity",
-            parse=bytes,
             timeout_s=3600.0,
             max_members=1,
         )
@@ -105,7 +105,7 @@ def test_strangers_push_out_no_peer_that_knows_the_token() -> None:
         (far,) = acceptor.channels
         hello = near.receive_raw(40, until=time.monotonic() + 20)
         assert hello is not None
-        greeting = Greeting(b"12345678", b"token", "identity", hello[8:])
+        greeting = Greeting(PROTOCOL.magic, b"token", "identity", hello[8:])
         near.send_raw(greeting.answer(fresh_nonce()))
         select.select([far.socket], [], [], 20)
         acceptor.serve({far.socket.fileno()}, pause)
@@ -119,12 +119,11 @@ def test_a_connection_that_is_lost_while_it_joins_is_closed_at_once() -> None:
     """Else the acceptor's owner polls it in a busy loop until the greeting's time is over."""
     listener = listen("test", "127.0.0.1", 0)
     with ExitStack() as stack:
-        acceptor: Acceptor[bytes] = Acceptor(
+        acceptor: Acceptor[Join] = Acceptor(
             listener,
-            magic=b"12345678",
+            PROTOCOL,
             token=b"t",
             identity="i",
-            parse=bytes,
             timeout_s=3600.0,
             max_members=1,
         )

@@ -33,9 +33,8 @@ from rl_bridge.compat.prime_rl.config import (
 )
 from rl_bridge.compat.prime_rl.trainer import (
     ENDPOINTS,
-    MAGIC,
-    MAX_MESSAGE_NBYTES,
     NIXL_INFO,
+    PROTOCOL,
     TOKEN,
     AskManifest,
     AskRuns,
@@ -43,7 +42,6 @@ from rl_bridge.compat.prime_rl.trainer import (
     Runs,
     Told,
     Welcome,
-    from_server,
     identity_of,
     key_of,
     nixl_options,
@@ -315,13 +313,10 @@ def _connect(
     host, port = address
     what = f"parameter server {server_name!r}"
     line = PeerClient(
-        Connector(what, host, port, magic=MAGIC, timeout_s=within_s, tls=tls),
+        Connector(what, host, port, PROTOCOL, timeout_s=within_s, tls=tls),
         token,
         identity_of(host, port),
         Join(worker="reader", rank=0, pid=os.getpid(), is_observer=True, server_name=server_name),
-        welcome=Welcome,
-        parse=from_server,
-        max_message_nbytes=MAX_MESSAGE_NBYTES,
     )
     found = line.welcome.server_name
     if found != server_name:

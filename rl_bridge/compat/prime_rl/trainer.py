@@ -53,7 +53,15 @@ from rl_bridge.transports.files.steps import step_folder, take_back_from
 from rl_bridge.transports.files.store import MANIFEST
 from rl_bridge.transports.files.store import MARKER as STABLE
 from rl_bridge.transports.wire.acceptor import listen
-from rl_bridge.transports.wire.channel import Channel, Count, Message, PeerJoin, Refused, parser
+from rl_bridge.transports.wire.channel import (
+    Channel,
+    Count,
+    Message,
+    PeerJoin,
+    PeerProtocol,
+    Refused,
+    parser,
+)
 from rl_bridge.transports.wire.server import Peer, PeerServer
 from rl_bridge.transports.wire.tls import TLS, TLSFiles, load_tls
 
@@ -209,6 +217,15 @@ from_server: Callable[[bytes], Welcome | Refused | Runs | Told | None] = parser(
 )
 """Parses a server's message; None if the text is none."""
 
+PROTOCOL = PeerProtocol(
+    magic=MAGIC,
+    join=Join,
+    welcome=Welcome,
+    from_receiver=from_reader,
+    from_publisher=from_server,
+    max_message_nbytes=MAX_MESSAGE_NBYTES,
+)
+
 
 # ---- the parameter server ------------------------------------------------------------------------
 
@@ -278,30 +295,26 @@ class _Catalog(PeerServer[Peer, Join]):
         super().__init__(
             listen("nixl", parameters.host, parameters.port),
             parameters.server_name,
-            magic=MAGIC,
+            PROTOCOL,
             token=token,
             identity=identity_of(parameters.host, parameters.port),
-            join=Join,
-            parse=from_reader,
             timeout_s=timeout_s,
             max_members=_MAX_READERS,
-            max_message_nbytes=MAX_MESSAGE_NBYTES,
             tls=tls,
         )
 
-    def _join(self, channel: Channel, join: Join) -> None:
+    def join(self, channel: Channel, join: Join) -> None:
         own = self._parameters.server_name
         if join.server_name != own:
-            self._refuse(
+            self.refuse(
                 channel,
                 f"this is {own!r}, and {join.server_name!r} was asked for. Give both sides the "
                 "same server_name, and the addresses by rank",
             )
-        elif self._has_room(channel):
-            self.members.append(Peer(channel, join))
-            channel.send(Welcome(server_name=own, rank=self._parameters.rank))
+        elif self.has_room(channel):
+            self.admit(Peer(channel, join), Welcome(server_name=own, rank=self._parameters.rank))
 
-    def _handle(self, member: Peer, message: Any) -> Message | None:
+    def handle(self, member: Peer, message: Any) -> Message | None:
         del member
         held = self._parameters.versions()
         if isinstance(message, AskRuns):

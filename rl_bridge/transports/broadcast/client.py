@@ -14,8 +14,9 @@ from functools import partial
 from typing import Self
 
 from rl_bridge.errors import SegmentError, TransferTimeout
-from rl_bridge.transports.broadcast.init_info import MAGIC, STEPS_IN_TIME, BroadcastInitInfo
+from rl_bridge.transports.broadcast.init_info import STEPS_IN_TIME, BroadcastInitInfo
 from rl_bridge.transports.broadcast.messages import (
+    PROTOCOL,
     CalledOff,
     FromPublisher,
     Go,
@@ -91,15 +92,13 @@ class ControlClient(PeerClient[Welcome]):
             "the publisher's broadcast group",
             info.address,
             info.port,
-            magic=MAGIC,
+            PROTOCOL,
             timeout_s=timeout_s,
             tls=tls,
             has_tls=info.has_tls,
         )
         token = bytes.fromhex(info.token)
-        super().__init__(
-            connector, token, info.identity, join, welcome=Welcome, parse=from_publisher
-        )
+        super().__init__(connector, token, info.identity, join)
         self._wake = Wake()
         self._receiver = Receiver(
             info.backend,

@@ -8,12 +8,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StrictInt, StrictStr
 
+from rl_bridge.transports.broadcast.init_info import MAGIC
 from rl_bridge.transports.wire.channel import (
     Count,
     Gone,
     Leave,
     Message,
     PeerJoin,
+    PeerProtocol,
     Refused,
     Reported,
     Text,
@@ -137,3 +139,11 @@ from_receiver: Callable[[bytes], FromReceiver | None] = parser(FromReceiver)
 """Parses a receiver's message; None if the text is none."""
 from_publisher: Callable[[bytes], FromPublisher | None] = parser(FromPublisher)
 """Parses a publisher's message; None if the text is none."""
+
+PROTOCOL = PeerProtocol(
+    magic=MAGIC,
+    join=Join,
+    welcome=Welcome,
+    from_receiver=from_receiver,
+    from_publisher=from_publisher,
+)

@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from rl_bridge.errors import WeightBridgeUnavailableError
-from rl_bridge.memory.control import take_note
 from rl_bridge.transports.broadcast.group import GroupStore
-from rl_bridge.transports.broadcast.init_info import MAGIC, BroadcastInitInfo
+from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
 from rl_bridge.transports.broadcast.messages import (
+    PROTOCOL,
     Arrived,
     Declined,
     Failed,
@@ -19,14 +19,11 @@ from rl_bridge.transports.broadcast.messages import (
     StoreValue,
     Want,
     Welcome,
-    from_receiver,
 )
 from rl_bridge.transports.wire.channel import (
     Channel,
-    Leave,
     Message,
     Refused,
-    Reported,
     keep_newest,
 )
 from rl_bridge.transports.wire.server import Peer, PeerServer
@@ -81,11 +78,9 @@ class ControlServer(PeerServer[Member, Join]):
         super().__init__(
             listener,
             f"broadcast group {info.group_name}",
-            magic=MAGIC,
+            PROTOCOL,
             token=bytes.fromhex(info.token),
             identity=info.identity,
-            join=Join,
-            parse=from_receiver,
             timeout_s=timeout_s,
             max_members=max_members,
             tls=tls,
@@ -105,7 +100,7 @@ class ControlServer(PeerServer[Member, Join]):
             if not member.is_gone:
                 _LOG.warning("%s: %s %s", self.name, member.name, reason)
                 member.channel.send(Refused(reason=reason[:2000]))
-                self._lose(member)
+                self.lose(member)
 
     def open_store(self, group: int, members: tuple[Member, ...]) -> GroupStore:
         """Make the rendezvous of a group; this server passes members' values on to each other."""
@@ -128,19 +123,17 @@ class ControlServer(PeerServer[Member, Join]):
 
     # ---- the thread -----------------------------------------------------------------------------
 
-    def _join(self, channel: Channel, join: Join) -> None:
-        if not self._has_room(channel):
+    def join(self, channel: Channel, join: Join) -> None:
+        """See `PeerServer`."""
+        if not self.has_room(channel):
             return
         try:
             if not join.is_observer:
                 self._check_place(join.group_rank)
         except WeightBridgeUnavailableError as error:
-            self._refuse(channel, error)
+            self.refuse(channel, error)
             return
-        self.members.append(Member(channel, join))
-        channel.send(Welcome())
-        self._serve(self.members[-1])
-        self.changed.notify_all()
+        self.admit(Member(channel, join), Welcome())
 
     def _check_place(self, rank: int) -> None:
         size = self.info.world_size
@@ -158,8 +151,10 @@ class ControlServer(PeerServer[Member, Join]):
                 "Give each engine a rank of its own, or close the engine that has this rank."
             )
 
-    def _follow(self, member: Member) -> None:
+    def follow(self, member: Member, join: Join) -> None:
         """Make an observer a full member, if there is a place for it."""
+        if join.is_observer or not member.is_observer:
+            return
         try:
             self._check_place(member.group_rank)
         except WeightBridgeUnavailableError as error:
@@ -167,10 +162,9 @@ class ControlServer(PeerServer[Member, Join]):
         else:
             member.is_observer = False
 
-    def _handle(self, member: Member, message: FromReceiver) -> None:
+    def handle(self, member: Member, message: FromReceiver) -> None:
+        """See `PeerServer`."""
         match message:
-            case Reported(report=report):
-                take_note(member.updates, report)
             case StoreValue():
                 self._pass_on(member, message)
             case Want(update_id=update_id):
@@ -182,12 +176,6 @@ class ControlServer(PeerServer[Member, Join]):
                 member.answers[message.transfer] = message
                 member.answers.move_to_end(message.transfer)
                 keep_newest(member.answers, _MAX_ANSWERS)
-            case Leave():
-                self._lose(member)
-            case Join(is_observer=False) if member.is_observer:
-                self._follow(member)
-            case Join():
-                pass
         self.changed.notify_all()
 
     def _pass_on(self, member: Member, message: StoreValue) -> None:
@@ -198,7 +186,8 @@ class ControlServer(PeerServer[Member, Join]):
                 if other is not member:
                     other.channel.send(message)
 
-    def _let_go(self, member: Member) -> None:
+    def let_go(self, member: Member) -> None:
+        """See `PeerServer`."""
         for store, members in self._stores.values():
             if member in members:
                 store.fail(f"{member.name} is gone")

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.transports.nixl.agent import Agent, AgentError
 from rl_bridge.transports.nixl.messages import (
-    MAGIC,
-    MAX_MESSAGE_NBYTES,
+    PROTOCOL,
     AskCatalog,
     Catalog,
     Entry,
@@ -75,7 +74,7 @@ class ControlClient(PeerClient[Welcome]):
             f"{_NAME} {endpoint.server_name}",
             endpoint.address,
             endpoint.port,
-            magic=MAGIC,
+            PROTOCOL,
             timeout_s=timeout_s,
             within_s=within_s,
             tls=tls,
@@ -89,15 +88,7 @@ class ControlClient(PeerClient[Welcome]):
             is_observer=is_observer,
             timeout_s=timeout_s,
         )
-        super().__init__(
-            connector,
-            token,
-            endpoint.identity,
-            join,
-            welcome=Welcome,
-            parse=from_publisher,
-            max_message_nbytes=MAX_MESSAGE_NBYTES,
-        )
+        super().__init__(connector, token, endpoint.identity, join)
         try:
             self.lease_s = self.welcome.timeout_s
             self._conn = bytes.fromhex(self.welcome.metadata)

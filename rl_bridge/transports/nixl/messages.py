@@ -20,6 +20,7 @@ from rl_bridge.transports.wire.channel import (
     Leave,
     Message,
     PeerJoin,
+    PeerProtocol,
     Refused,
     Reported,
     Text,
@@ -195,6 +196,15 @@ from_reader: Callable[[bytes], FromReader | None] = parser(FromReader)
 """Parses a reader's message; None if the text is none."""
 from_publisher: Callable[[bytes], FromPublisher | None] = parser(FromPublisher)
 """Parses a publisher's message; None if the text is none."""
+
+PROTOCOL = PeerProtocol(
+    magic=MAGIC,
+    join=Join,
+    welcome=Welcome,
+    from_receiver=from_reader,
+    from_publisher=from_publisher,
+    max_message_nbytes=MAX_MESSAGE_NBYTES,
+)
 
 
 # ---- where a publisher can be read --------------------------------------------------------------

@@ -11,12 +11,10 @@ import socket
 import time
 from typing import Any
 
-from rl_bridge.memory.control import take_note
 from rl_bridge.transports.nixl.agent import AgentError, Host
 from rl_bridge.transports.nixl.messages import (
-    MAGIC,
-    MAX_MESSAGE_NBYTES,
     MAX_REASON,
+    PROTOCOL,
     STALL_PART,
     AskCatalog,
     Catalog,
@@ -29,10 +27,9 @@ from rl_bridge.transports.nixl.messages import (
     Renew,
     Unlease,
     Welcome,
-    from_reader,
 )
 from rl_bridge.transports.nixl.store import VersionStore
-from rl_bridge.transports.wire.channel import Channel, Gone, Leave, Message, Refused, Reported
+from rl_bridge.transports.wire.channel import Channel, Gone, Message, Refused
 from rl_bridge.transports.wire.server import Peer, PeerServer
 from rl_bridge.transports.wire.tls import TLS
 
@@ -80,14 +77,11 @@ class ControlServer(PeerServer[_Member, Join]):
         super().__init__(
             listener,
             endpoint.server_name,
-            magic=MAGIC,
+            PROTOCOL,
             token=token,
             identity=endpoint.identity,
-            join=Join,
-            parse=from_reader,
             timeout_s=timeout_s,
             max_members=max_members,
-            max_message_nbytes=MAX_MESSAGE_NBYTES,
             tls=tls,
         )
 
@@ -148,7 +142,7 @@ class ControlServer(PeerServer[_Member, Join]):
             len(busy),
         )
         for member in busy:
-            self._lose(member)
+            self.lose(member)
         self._epoch = epoch
 
     def _answer_asked(self, member: _Member) -> None:
@@ -174,7 +168,7 @@ class ControlServer(PeerServer[_Member, Join]):
             text = f"it cannot be served now: {reason}"[:MAX_REASON]
             if isinstance(message, Join):
                 member.channel.send(Refused(reason=text))
-                self._lose(member)
+                self.lose(member)
             else:
                 gone = Gone(update_id=message.update_id, reason=text, is_stale=False)
                 member.channel.send(gone)
@@ -205,10 +199,11 @@ class ControlServer(PeerServer[_Member, Join]):
             del member.leases[update_id]
             self.changed.notify_all()
 
-    def _join(self, channel: Channel, join: Join) -> None:
+    def join(self, channel: Channel, join: Join) -> None:
+        """See `PeerServer`."""
         for before in [m for m in self.members if m.is_from(join.reader, join.pid)]:
-            self._lose(before)  # its socket may never show its end, and it takes a place
-        if not self._has_room(channel):
+            self.lose(before)  # its socket may never show its end, and it takes a place
+        if not self.has_room(channel):
             return
         member = _Member(channel, join)
         self.members.append(member)
@@ -217,7 +212,8 @@ class ControlServer(PeerServer[_Member, Join]):
         self._answer_asked(member)
         self._serve(member)
 
-    def _handle(self, member: _Member, message: FromReader) -> Message | None:
+    def handle(self, member: _Member, message: FromReader) -> Message | None:
+        """See `PeerServer`."""
         match message:
             case Lease():
                 member.asked.append(message)
@@ -231,15 +227,8 @@ class ControlServer(PeerServer[_Member, Join]):
             case Unlease(update_id=update_id):
                 member.asked = [one for one in member.asked if not _is_lease(one, update_id)]
                 self._unlease(member, update_id)
-            case Reported(report=report):
-                take_note(member.updates, report)
             case AskCatalog():
                 return Catalog(entries=self._store.entries())
-            case Leave():
-                self._lose(member)
-            case Join(is_observer=is_observer):
-                member.is_observer = is_observer
-                member.take_over(self._gone)
         return None
 
     def _help(self, member: _Member, *, is_needed: bool) -> None:
@@ -259,7 +248,8 @@ class ControlServer(PeerServer[_Member, Join]):
             del member.leases[lease.update_id]
         return answer
 
-    def _let_go(self, member: _Member) -> None:
+    def let_go(self, member: _Member) -> None:
+        """See `PeerServer`."""
         # The library notices only in these calls that its own connection to the reader ended.
         for _ in range(1 if self._host.serves_itself else _ROUNDS):
             self._progress()

@@ -10,22 +10,22 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.transports.wire.channel import (
     GREETING_NBYTES,
-    MAX_MESSAGE_NBYTES,
     Channel,
     Greeting,
+    PeerJoin,
+    PeerProtocol,
     fresh_nonce,
 )
 from rl_bridge.transports.wire.tls import TLS, RefusalLog
 
 _LOG = logging.getLogger(__name__)
 
-_Joined = TypeVar("_Joined")
+_Joined = TypeVar("_Joined", bound=PeerJoin)
 
 _BACKLOG = 128
 _MIN_PENDING = 64
@@ -80,31 +80,27 @@ class Acceptor(Generic[_Joined]):
     def __init__(
         self,
         listener: socket.socket,
+        protocol: PeerProtocol[_Joined, Any],
         *,
-        magic: bytes,
         token: bytes,
         identity: str,
-        parse: Callable[[bytes], _Joined | None],
         timeout_s: float,
-        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
         max_members: int,
         tls: TLS | None = None,
     ) -> None:
-        """Own a listening socket; for `magic`, `token` and `identity` see `Greeting`.
+        """Own a listening socket; for `token` and `identity` see `Greeting`.
 
-        `parse` reads the first message after the greeting; None turns the connection away. A
-        connection may take `timeout_s` to join. All of `max_members` peers may come at once, and
-        each takes some round trips: twice as many connections may wait to join, and 64 in any case.
-        Beyond that the oldest is turned away, strangers before peers that proved themselves. With
-        `tls`, its handshake counts as part of the greeting.
+        A connection whose first message after the greeting is no `join` is turned away. It may take
+        `timeout_s` to join. All of `max_members` peers may come at once, and each takes some round
+        trips: twice as many connections may wait to join, and 64 in any case. Beyond that the
+        oldest is turned away, strangers before peers that proved themselves. With `tls`, its
+        handshake counts as part of the greeting.
         """
         self.listener = listener
-        self._magic = magic
+        self._protocol = protocol
         self._token = token
         self._identity = identity
-        self._parse = parse
         self._timeout_s = timeout_s
-        self._max_message_nbytes = max_message_nbytes
         self._max_pending = max(_MIN_PENDING, 2 * max_members)
         self._pending: dict[int, _Pending] = {}
         self._tls = tls
@@ -150,11 +146,11 @@ class Acceptor(Generic[_Joined]):
             return
         channel = Channel(
             connection,
-            max_message_nbytes=self._max_message_nbytes,
+            max_message_nbytes=self._protocol.max_message_nbytes,
             timeout_s=self._timeout_s,
             tls=None if self._tls is None else self._tls.accept(),
         )
-        greeting = Greeting(self._magic, self._token, self._identity, fresh_nonce())
+        greeting = Greeting(self._protocol.magic, self._token, self._identity, fresh_nonce())
         until = time.monotonic() + self._timeout_s
         self._pending[connection.fileno()] = _Pending(channel, str(peer[0]), greeting, until)
         channel.send_raw(greeting.hello)
@@ -171,7 +167,7 @@ class Acceptor(Generic[_Joined]):
             answer = channel.take_raw(GREETING_NBYTES["answer"])
             if answer is not None:
                 if not pending.greeting.accepts(answer):
-                    _LOG.warning("a connection that does not know the token was refused")
+                    self._refusals.say(pending.peer, "it does not know the token")
                     channel.send_raw(Greeting.refusal)
                     self._turn_away(fd)
                     return None
@@ -182,8 +178,8 @@ class Acceptor(Generic[_Joined]):
             if channel.is_lost:
                 self._turn_away(fd)
             return None
-        join = self._parse(text)
-        if join is None:
+        join = self._protocol.from_receiver(text)
+        if not isinstance(join, self._protocol.join):
             self._turn_away(fd)
             return None
         del self._pending[fd]

@@ -28,8 +28,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -447,6 +448,32 @@ class PeerJoin(Message):
     rank: Count
     pid: Count
     is_observer: StrictBool = False
+
+
+_Joined = TypeVar("_Joined", bound=PeerJoin)
+_Welcomed = TypeVar("_Welcomed", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerProtocol(Generic[_Joined, _Welcomed]):
+    """What both sides of one kind of connection have to agree on.
+
+    Attributes:
+        magic: names it in greetings; 8 bytes.
+        join: the kind of a receiver's first message.
+        welcome: the kind of the publisher's answer to it, if it is not `Refused`.
+        from_receiver: reads every message of a receiver, see `parser`.
+        from_publisher: reads every message of a publisher.
+        max_message_nbytes: size of the largest message's text.
+
+    """
+
+    magic: bytes
+    join: type[_Joined]
+    welcome: type[_Welcomed]
+    from_receiver: Callable[[bytes], Any]
+    from_publisher: Callable[[bytes], Any]
+    max_message_nbytes: int = MAX_MESSAGE_NBYTES
 
 
 class Reported(Message):

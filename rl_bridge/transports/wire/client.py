@@ -20,12 +20,12 @@ from rl_bridge.errors import SegmentError, TransferTimeout, WeightBridgeUnavaila
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports.wire.channel import (
     GREETING_NBYTES,
-    MAX_MESSAGE_NBYTES,
     Channel,
     Greeting,
     Leave,
     Message,
     PeerJoin,
+    PeerProtocol,
     Refused,
     Reported,
     fresh_nonce,
@@ -40,6 +40,8 @@ _RETRY_MS = 100
 _KEPT_REPORTS = 6
 _MOST_OF_A_REPORT_NBYTES = 1 << 20
 _GOODBYE_S = 1.0
+_Welcomed = TypeVar("_Welcomed", bound=Message)
+
 _OTHER_RELEASE = "speaks another release's protocol. Use one release on both sides."
 
 
@@ -50,10 +52,11 @@ def _late(where: str, what: str, within_s: float, hint: str = "") -> TransferTim
     )
 
 
-class Connector:
+class Connector(Generic[_Welcomed]):
     """One attempt to reach a publisher, within one deadline.
 
     Attributes:
+        protocol: what both sides agree on.
         where: the publisher and its address, for messages.
         until: the deadline, by `time.monotonic`.
         within_s: seconds from the beginning to the deadline.
@@ -65,8 +68,8 @@ class Connector:
         what: str,
         address: str,
         port: int,
+        protocol: PeerProtocol[Any, _Welcomed],
         *,
-        magic: bytes,
         timeout_s: float,
         within_s: float | None = None,
         tls: TLS | None = None,
@@ -75,13 +78,13 @@ class Connector:
         """Begin; nothing is opened yet.
 
         All of it takes at most `timeout_s`, or `within_s` if that is shorter. Messages name the
-        publisher by `what`, such as "the publisher's broadcast group". For `magic` see `Greeting`.
+        publisher by `what`, such as "the publisher's broadcast group".
         With `tls`, nothing goes over the connection without it, whatever the publisher says of
         itself (`has_tls`; None if it says nothing).
         """
         self._address = address
         self._port = port
-        self._magic = magic
+        self.protocol = protocol
         self._timeout_s = timeout_s
         self.within_s = timeout_s if within_s is None else min(within_s, timeout_s)
         self._tls = tls
@@ -89,10 +92,8 @@ class Connector:
         self.until = time.monotonic() + self.within_s
         self.where = f"{what} at {address} port {port}"
 
-    def connect(
-        self, token: bytes, identity: str, *, max_message_nbytes: int = MAX_MESSAGE_NBYTES
-    ) -> Channel:
-        """Connect and greet.
+    def connect(self, token: bytes, identity: str) -> Channel:
+        """Connect and greet; for `token` and `identity` see `Greeting`.
 
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
@@ -108,7 +109,7 @@ class Connector:
         for is_last in (False, True):
             channel = Channel(
                 self._open(),
-                max_message_nbytes=max_message_nbytes,
+                max_message_nbytes=self.protocol.max_message_nbytes,
                 timeout_s=self._timeout_s,
                 tls=None if self._tls is None else self._tls.connect(self._address),
             )
@@ -181,14 +182,14 @@ class Connector:
         hello = self._receive(channel, "hello")
         if hello is None:
             return False
-        nonce = Greeting.nonce_of(self._magic, hello)
+        nonce = Greeting.nonce_of(self.protocol.magic, hello)
         if nonce is None:
             msg = (
                 f"what listens at {self._address} port {self._port} is no publisher of this "
                 "transport. Use the manifest or init info of one that runs now."
             )
             raise SegmentError(msg)
-        greeting = Greeting(self._magic, token, identity, nonce)
+        greeting = Greeting(self.protocol.magic, token, identity, nonce)
         answer = greeting.answer(fresh_nonce())
         channel.send_raw(answer)
         proof = self._receive(channel, "proof")
@@ -210,7 +211,6 @@ class HungUp(SegmentError):
     """The publisher ended the connection and gave no reason; it may still live."""
 
 
-_Welcomed = TypeVar("_Welcomed", bound=Message)
 _Answered = TypeVar("_Answered", bound=Message)
 
 
@@ -227,25 +227,18 @@ class PeerClient(Generic[_Welcomed]):
 
     def __init__(
         self,
-        connector: Connector,
+        connector: Connector[_Welcomed],
         token: bytes,
         identity: str,
         join: PeerJoin,
-        *,
-        welcome: type[_Welcomed],
-        parse: Callable[[bytes], Any],
-        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
     ) -> None:
         """Connect, prove that the token is known, and join, all within the connector's deadline.
 
         Args:
             connector: leads to the publisher.
             token: proves that this side may join.
-            identity: the publisher's, see `Greeting`.
+            identity: the publisher's, which came together with the token.
             join: the first message, which names this side.
-            welcome: the kind of the answer to it.
-            parse: reads all messages of the publisher; None for a text that is none.
-            max_message_nbytes: size of the longest message.
 
         Raises:
             SegmentError: the publisher is gone, refuses the token, or is of another release.
@@ -257,23 +250,25 @@ class PeerClient(Generic[_Welcomed]):
         self.is_observer = join.is_observer
         self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
         self._join = join
-        self._parse = parse
-        self._max_report_nbytes = min(max_message_nbytes * 3 // 4, _MOST_OF_A_REPORT_NBYTES)
-        self._channel = connector.connect(token, identity, max_message_nbytes=max_message_nbytes)
+        self._parse = connector.protocol.from_publisher
+        self._max_report_nbytes = min(
+            connector.protocol.max_message_nbytes * 3 // 4, _MOST_OF_A_REPORT_NBYTES
+        )
+        self._channel = connector.connect(token, identity)
         try:
-            self.welcome = self._welcomed(welcome, connector)
+            self.welcome = self._welcomed(connector)
         except BaseException:
             self._channel.close()
             raise
 
-    def _welcomed(self, welcome: type[_Welcomed], connector: Connector) -> _Welcomed:
+    def _welcomed(self, connector: Connector[_Welcomed]) -> _Welcomed:
         self._channel.send(self._join)
         answer = self._next(connector.until, connector.within_s)
         if isinstance(answer, Refused):
             raise WeightBridgeUnavailableError(
                 f"{self.where} refuses this side; mend that and import again: {answer.reason}"
             )
-        if not isinstance(answer, welcome):
+        if not isinstance(answer, connector.protocol.welcome):
             raise SegmentError(f"{self.where} {_OTHER_RELEASE}")
         return answer
 
@@ -334,8 +329,8 @@ class PeerClient(Generic[_Welcomed]):
         """Wait for an answer of these kinds; what else comes answers an earlier question, too late.
 
         Raises:
-            HungUp: the publisher ended the connection.
-            SegmentError: it says why it ends the connection, or sends what is no message.
+            SegmentError: the publisher ended the connection, as a `HungUp` where it gave no reason,
+                or sent what is no message.
             TransferTimeout: no answer in time. This side has hung up: the network may have cut the
                 connection silently.
 

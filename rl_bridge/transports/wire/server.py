@@ -12,17 +12,18 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
-from rl_bridge.memory.control import Record, UpdateReport, legible
+from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
 from rl_bridge.transports.wire.acceptor import Acceptor
 from rl_bridge.transports.wire.channel import (
-    MAX_MESSAGE_NBYTES,
     Channel,
+    Leave,
     Message,
     PeerJoin,
+    PeerProtocol,
     Refused,
+    Reported,
     Wake,
 )
 from rl_bridge.transports.wire.tls import TLS
@@ -112,39 +113,38 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
         self,
         listener: socket.socket,
         name: str,
+        protocol: PeerProtocol[_Joined, Any],
         *,
-        magic: bytes,
         token: bytes,
         identity: str,
-        join: type[_Joined],
-        parse: Callable[[bytes], Any],
         timeout_s: float,
         max_members: int,
-        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
         tls: TLS | None = None,
     ) -> None:
-        """Serve at `listener` from now on, and close it at the end; for the rest see `Acceptor`.
+        """Serve from now on, in a thread.
 
-        `parse` reads all messages; the first one of each connection has to be a `join`.
+        Args:
+            listener: see `listen`; it is closed at the end.
+            name: the publisher's, for messages.
+            protocol: what both sides agree on.
+            token: the secret that lets receivers in.
+            identity: names the publisher; receivers learn it together with the token.
+            timeout_s: longest that a new connection may take to join.
+            max_members: most receivers at a time.
+            tls: encrypts connections, and shows each side the other's certificate.
+
         """
-
-        def parse_join(text: bytes) -> _Joined | None:
-            message = parse(text)
-            return message if isinstance(message, join) else None
-
         self.name = name
-        self._parse = parse
+        self._parse = protocol.from_receiver
         self.changed = threading.Condition(threading.RLock())
         self.members: list[_Member] = []
         self._gone: list[_Member] = []
         self._acceptor = Acceptor(
             listener,
-            magic=magic,
+            protocol,
             token=token,
             identity=identity,
-            parse=parse_join,
             timeout_s=timeout_s,
-            max_message_nbytes=max_message_nbytes,
             max_members=max_members,
             tls=tls,
         )
@@ -194,25 +194,72 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
             self._acceptor.close()
             for member in list(self.members):
                 member.channel.send(Refused(reason="the publisher closed"))
-                self._lose(member)
+                self.lose(member)
         self._wake.close()
 
     def close_listener(self) -> None:
         """Close the listening socket; in a forked child its copy."""
         self._acceptor.listener.close()
 
-    # ---- for a transport ------------------------------------------------------------------------
+    # ---- what a transport adds ------------------------------------------------------------------
 
     @abstractmethod
-    def _join(self, channel: Channel, join: _Joined) -> None:
-        """Welcome a peer that joined, or refuse it."""
+    def join(self, channel: Channel, join: _Joined) -> None:
+        """`admit` a peer whose first message this is, or `refuse` it."""
 
     @abstractmethod
-    def _handle(self, member: _Member, message: Any) -> Message | None:
-        """Do what a member asks for; the answer, if there is one."""
+    def handle(self, member: _Member, message: Any) -> Message | None:
+        """Do what a member asks for; the answer, if there is one.
 
-    def _let_go(self, member: _Member) -> None:
+        Reports, and that a member leaves or becomes a full one, are handled already.
+        """
+
+    def follow(self, member: _Member, join: _Joined) -> None:
+        """Note that a member became a full one, or an observer."""
+        member.is_observer = join.is_observer
+        member.take_over(self._gone)
+
+    def let_go(self, member: _Member) -> None:
         """Do what is to be done for a member that is gone, before its connection is closed."""
+
+    # ---- what a transport calls, under the lock -------------------------------------------------
+
+    def has_room(self, channel: Channel) -> bool:
+        """Whether there is room for one more; else it is refused."""
+        has_room = len(self.members) < self._max_members
+        if not has_room:
+            self.refuse(
+                channel,
+                f"the publisher has room for {self._max_members} consumers and all are taken. "
+                "Close bridges that are not used, or raise max_consumers on the publisher.",
+            )
+        return has_room
+
+    def admit(self, member: _Member, welcome: Message) -> None:
+        """Make a peer a member."""
+        self.members.append(member)
+        member.channel.send(welcome)
+        self._serve(member)  # more may have come together with its first message
+        self.changed.notify_all()
+
+    def refuse(self, channel: Channel, reason: object) -> None:
+        """Turn a peer away, and tell it why."""
+        channel.send(Refused(reason=str(reason)[:_MAX_REASON]))
+        channel.close()
+
+    def lose(self, member: _Member) -> None:
+        """End a member's connection."""
+        member.is_gone = True
+        self.let_go(member)
+        member.channel.close()
+        if member.updates and not member.is_observer and member not in self._gone:
+            self._gone.append(member)
+            del self._gone[:-_MAX_GONE]
+        if member in self.members:
+            self.members.remove(member)
+        self.changed.notify_all()
+
+    # ---- hooks of the thread, for transports that have more to wait for -------------------------
 
     def _begin(self, ready: set[int]) -> None:
         """Do what comes before the members are served."""
@@ -230,21 +277,6 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
     def _wait_s(self) -> float | None:
         """How long the thread may wait; None: until something comes."""
         return self._acceptor.seconds_left
-
-    def _has_room(self, channel: Channel) -> bool:
-        """Whether there is room for one more; else it is refused."""
-        has_room = len(self.members) < self._max_members
-        if not has_room:
-            self._refuse(
-                channel,
-                f"the publisher has room for {self._max_members} consumers and all are taken. "
-                "Close bridges that are not used, or raise max_consumers on the publisher.",
-            )
-        return has_room
-
-    def _refuse(self, channel: Channel, reason: object) -> None:
-        channel.send(Refused(reason=str(reason)[:_MAX_REASON]))
-        channel.close()
 
     # ---- the thread -----------------------------------------------------------------------------
 
@@ -271,7 +303,7 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
                     if member.channel.socket.fileno() in ready or member.channel.is_lost:
                         self._serve(member)
                 for channel, join in self._acceptor.serve(ready, self.changed):
-                    self._join(channel, join)
+                    self.join(channel, join)
                 self._end()
         return bool(ready - {wake})
 
@@ -308,24 +340,26 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
             message = self._parse(text)
             if message is None:
                 _LOG.warning("%s sent a text that is no message; its connection ends", member.name)
-                self._lose(member)
+                self.lose(member)
                 return
-            answer = self._handle(member, message)
+            answer = self._answer(member, message)
             if answer is not None:
                 channel.send(answer)
         if channel.is_lost and member in self.members:
-            self._lose(member)
+            self.lose(member)
 
-    def _lose(self, member: _Member) -> None:
-        member.is_gone = True
-        self._let_go(member)
-        member.channel.close()
-        if member.updates and not member.is_observer and member not in self._gone:
-            self._gone.append(member)
-            del self._gone[:-_MAX_GONE]
-        if member in self.members:
-            self.members.remove(member)
-        self.changed.notify_all()
+    def _answer(self, member: _Member, message: Any) -> Message | None:
+        match message:
+            case Reported(report=report):
+                take_note(member.updates, report)
+                self.changed.notify_all()
+            case Leave():
+                self.lose(member)
+            case PeerJoin():
+                self.follow(member, message)  # type: ignore[arg-type]  # parsed as a `join`
+            case _:
+                return self.handle(member, message)
+        return None
 
 
 _SERVERS: weakref.WeakSet[PeerServer[Any, Any]] = weakref.WeakSet()

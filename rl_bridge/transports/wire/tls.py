@@ -272,7 +272,7 @@ def unlike(where: str, *, has_tls: bool) -> WeightBridgeUnavailableError:
 
 
 class RefusalLog:
-    """Writes a line about each connection that came in and ended in TLS; of many alike, few.
+    """Writes a line about each connection that came in and was refused; of many alike, few.
 
     Anybody can make such connections, and must not fill a disk with them, nor hide another one.
     """
@@ -282,9 +282,10 @@ class RefusalLog:
         self._quiet: dict[str, tuple[float, int]] = {}
         """Reason -> when it may be said again, and how often it was not since."""
 
-    def say(self, peer: str, error: ssl.SSLError) -> None:
+    def say(self, peer: str, reason: str | ssl.SSLError) -> None:
         """Write it, or count it for the next line with that reason."""
-        why, now = _why_refused(error), time.monotonic()
+        why = reason if isinstance(reason, str) else _why_refused(reason)
+        now = time.monotonic()
         until, unsaid = self._quiet.get(why, (0.0, 0))
         if now < until:
             self._quiet[why] = until, unsaid + 1
