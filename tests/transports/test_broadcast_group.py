@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from rl_bridge.testing.strategies import contents_of
 from rl_bridge.transports.broadcast import sender, server
 from rl_bridge.transports.broadcast.group import Group, GroupStore, send_slices
 from rl_bridge.transports.broadcast.init_info import MAGIC, BroadcastInitInfo
-from rl_bridge.transports.broadcast.messages import Arrived, Go, Offer, Ready, Released
+from rl_bridge.transports.broadcast.messages import PROTOCOL, Arrived, Go, Offer, Ready, Released
 from rl_bridge.transports.broadcast.receiver import Receiver, _PendingValues
 from rl_bridge.transports.broadcast.server import ControlServer
 from rl_bridge.transports.broadcast.transport import Broadcast
@@ -239,27 +240,36 @@ def test_an_option_out_of_its_range_is_refused_when_the_bridge_is_made(
 # ---- strangers ----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What publishers parse from now on."""
+    texts: list[bytes] = []
+
+    def parse(text: bytes) -> object:
+        texts.append(text)
+        return PROTOCOL.from_receiver(text)
+
+    monkeypatch.setattr(server, "PROTOCOL", replace(PROTOCOL, from_receiver=parse))
+    return texts
+
+
 def test_a_wrong_token_is_refused_before_anything_is_parsed(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, parsed: list[bytes]
 ) -> None:
     trainer = make("trainer")
     manifest = publish(trainer, 1)
-    parsed: list[bytes] = []
-    monkeypatch.setattr(server, "from_receiver", parsed.append)
     group = {**dict(manifest.handle["group"]), "token": "0" * 64}
     handle = {"generation": manifest.handle["generation"], "group": group}
     with pytest.raises(SegmentError, match="token is not its own"):
         make("stranger").import_update(manifest.model_copy(update={"handle": handle}))
     assert parsed == []
     assert trainer.consumers() == []
+    make("rollout").import_update(manifest)
+    assert len(parsed) > 0
 
 
-def test_bytes_from_a_stranger_are_never_parsed(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_from_a_stranger_are_never_parsed(make: Make, parsed: list[bytes]) -> None:
     info = make("trainer").init_info()
-    parsed: list[bytes] = []
-    monkeypatch.setattr(server, "from_receiver", parsed.append)
     with socket.create_connection((info.address, info.port), timeout=20) as stranger:
         stranger.sendall(b'{"kind":"join"}' * 100)
         hello = b""
