@@ -33,7 +33,7 @@ from rl_bridge.testing.peer import sample_weights
 from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.testing.strategies import contents_of
 from rl_bridge.transports.broadcast import sender, server
-from rl_bridge.transports.broadcast.group import Group, GroupStore, send_slices
+from rl_bridge.transports.broadcast.group import Group, GroupStore, said, send_slices
 from rl_bridge.transports.broadcast.init_info import MAGIC, BroadcastInitInfo
 from rl_bridge.transports.broadcast.messages import PROTOCOL, Arrived, Go, Offer, Ready, Released
 from rl_bridge.transports.broadcast.receiver import Receiver, _PendingValues
@@ -750,3 +750,13 @@ def read(connection: socket.socket, part: str) -> bytes:
         assert more, f"hung up instead of the {part}"
         found += more
     return found
+
+
+def test_an_error_of_gloo_is_one_line_without_its_advice() -> None:
+    raw = (
+        "[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. "
+        "This is typically caused by a remote worker hanging.\nException raised from ..."
+    )
+    assert said(RuntimeError(raw)) == "Read error [127.0.0.1]:1: Connection reset by peer"
+    assert said(RuntimeError("nobody came. Try again.")) == "nobody came. Try again"
+    assert said(RuntimeError()) == "RuntimeError"

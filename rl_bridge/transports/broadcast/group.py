@@ -13,6 +13,7 @@ the arena is not used again before they have ended (`BrokenGroups`).
 
 import importlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -344,6 +345,13 @@ def _make_nccl(store: Store, rank: int, size: int, address: str, timeout: timede
     return made
 
 
+def said(error: BaseException) -> str:
+    """What an error says, in one line: without Gloo's place in its source, and its advice."""
+    first = (str(error).splitlines() or [""])[0]
+    short = re.sub(r"^\[\S+\.(?:cc|h):\d+\] ", "", first).partition(". This is typically")[0]
+    return short.rstrip(".")[:500] or type(error).__name__
+
+
 def send_slices(
     group: Group,
     arena: torch.Tensor,
@@ -381,7 +389,7 @@ def send_slices(
                 if meanwhile is not None:
                     meanwhile(min(starts[done] + slice_nbytes, total))
         except RuntimeError as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:500]
+            reason = said(error)
             break
         if 0 <= done < len(works):
             works[done] = None

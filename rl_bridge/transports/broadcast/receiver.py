@@ -16,7 +16,7 @@ from functools import partial
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.memory.slots import Slot
-from rl_bridge.transports.broadcast.group import BrokenGroups, Group, GroupStore, send_slices
+from rl_bridge.transports.broadcast.group import BrokenGroups, Group, GroupStore, said, send_slices
 from rl_bridge.transports.broadcast.init_info import Backend
 from rl_bridge.transports.broadcast.messages import (
     Arrived,
@@ -320,8 +320,7 @@ class Receiver:
         with self._changed:
             self._progress.clear()
             self._changed.notify_all()
-        first = str(error).splitlines()[:1]
-        self._send(Failed(transfer=transfer, reason=(first or [type(error).__name__])[0][:2000]))
+        self._send(Failed(transfer=transfer, reason=said(error)))
 
     def _end(self, update_id: str) -> None:
         with self._changed:

@@ -18,7 +18,7 @@ from functools import partial
 
 from rl_bridge.errors import SegmentError
 from rl_bridge.memory.slots import Slot
-from rl_bridge.transports.broadcast.group import BrokenGroups, Group, send_slices
+from rl_bridge.transports.broadcast.group import BrokenGroups, Group, said, send_slices
 from rl_bridge.transports.broadcast.messages import (
     Arrived,
     CalledOff,
@@ -469,8 +469,7 @@ class Sender:
         self, transfer: int, offered: Offered, members: tuple[Member, ...], error: Exception
     ) -> None:
         """Give the group up, and find out which member failed."""
-        said = str(error).splitlines()[0][:500] if str(error) else type(error).__name__
-        reason = self._why_aborted(transfer, members) or said
+        reason = self._why_aborted(transfer, members) or said(error)
         _LOG.warning("transfer %d broke off: %s", transfer, reason)
         self._end_group()
         self._server.send(members, CalledOff(transfer=transfer, reason=reason))
