@@ -25,6 +25,7 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
+from rl_bridge.memory.durable import replace_durably
 from rl_bridge.processes import close_fd, open_fd
 
 _FILE = "publisher.json"
@@ -148,18 +149,8 @@ class Journal:
 
     def _write(self, directory: Path, version: int) -> None:
         record = _Record(format=_FORMAT, last_version=version, publisher_id=self.publisher_id)
-        temporary = directory / (_FILE + ".new")
         try:
-            with temporary.open("w", encoding="ascii") as file:
-                file.write(record.model_dump_json())
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(directory / _FILE)
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            replace_durably(directory, _FILE, record.model_dump_json().encode("ascii"))
         except OSError as error:
             msg = (
                 f"version {version} was not published: the journal in {directory} cannot be "

@@ -264,7 +264,7 @@ def test_a_publisher_whose_lock_file_was_removed_hands_out_nothing(
 
 
 # Each call of the operating system that `reserve` makes; the child dies just before it.
-POINTS = ["open", "fsync", "replace", "fsync-directory", "return"]
+POINTS = ["open", "fsync", "rename", "fsync-directory", "return"]
 
 
 def _die(*_: object, **__: object) -> None:
@@ -274,15 +274,14 @@ def _die(*_: object, **__: object) -> None:
 def _reserve_and_die(directory: Path, version: int, point: str) -> None:
     journal = Journal(directory)
     patch = pytest.MonkeyPatch()
-    module = "rl_bridge.journal"
-    if point == "open":
-        patch.setattr(f"{module}.Path.open", _die)
-    elif point == "fsync":
-        patch.setattr(f"{module}.os.fsync", _die)
-    elif point == "replace":
-        patch.setattr(f"{module}.Path.replace", _die)
-    elif point == "fsync-directory":
-        patch.setattr(f"{module}.os.open", _die)
+    called = {
+        "open": "os.open",
+        "fsync": "os.fsync",
+        "rename": "Path.rename",
+        "fsync-directory": "sync_folder",
+    }
+    if point in called:
+        patch.setattr(f"rl_bridge.memory.durable.{called[point]}", _die)
     journal.reserve(version)
     _die()
 

@@ -113,13 +113,15 @@ class Plane:
         how = self.draw.choice(["kill", "stop"])
         self.counts[f"{how} {whom}"] += 1
 
+        never = threading.Event()
+
         def strike() -> None:
-            time.sleep(at_s)
+            never.wait(at_s)
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
             if how == "stop" and whom != "server":
-                time.sleep(stop_s)
+                never.wait(stop_s)
                 for pid in pids:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGCONT)
