@@ -14,7 +14,7 @@ import torch
 from pydantic import Base64Bytes, Field
 
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
-from rl_bridge.errors import SegmentError
+from rl_bridge.errors import SegmentError, WeightBridgeError
 from rl_bridge.transports import (
     Attachment,
     Availability,
@@ -38,20 +38,17 @@ from rl_bridge.transports.wire import (
     Count,
     Gone,
     Handle,
-    Leave,
+    HungUp,
     Message,
     Peer,
     PeerClient,
     PeerJoin,
     PeerProtocol,
     PeerServer,
-    Refused,
-    Reported,
     UpdateId,
     error_of,
     listen,
     load_tls,
-    parser,
     read_handle,
 )
 
@@ -89,6 +86,8 @@ class Welcome(Message):
 
 class Piece(Message):
     kind: Literal["piece"] = "piece"
+    update_id: UpdateId
+    start: Count
     arena_nbytes: Count
     data: Base64Bytes
 
@@ -97,14 +96,14 @@ PROTOCOL = PeerProtocol(
     magic=b"mysocket",
     join=Hello,
     welcome=Welcome,
-    from_receiver=parser(Hello | Read | Reported | Leave),
-    from_publisher=parser(Welcome | Piece | Gone | Refused),
+    from_receiver=(Read,),
+    from_publisher=(Piece, Gone),
     max_message_nbytes=2 * PIECE_NBYTES,  # a piece travels as text
 )
 
 
 class VersionServer(PeerServer[Peer, Hello]):
-    """Answers readers, in a thread of its own, under its lock `changed`."""
+    """Answers readers. `join` and `handle` have the lock `changed`, in one thread or another."""
 
     def __init__(self, publisher_id: str, token: bytes, timeout_s: float, tls: TLS | None) -> None:
         self.versions: dict[str, tuple[Pin, int]] = {}
@@ -131,7 +130,12 @@ class VersionServer(PeerServer[Peer, Hello]):
         pin, nbytes = self.versions[message.update_id]
         length = max(0, min(PIECE_NBYTES, nbytes - message.start))
         data = ctypes.string_at(pin.address + message.start, length)
-        return Piece(arena_nbytes=nbytes, data=base64.b64encode(data))
+        return Piece(
+            update_id=message.update_id,
+            start=message.start,
+            arena_nbytes=nbytes,
+            data=base64.b64encode(data),
+        )
 
 
 @register_transport
@@ -207,10 +211,17 @@ class SocketConsumer(ConsumerEnd):
     def __init__(self, worker: str, rank: int, timeout_s: float, tls: TLS | None) -> None:
         self._worker, self._rank = worker, rank
         self._timeout_s, self._tls = timeout_s, tls
-        self._clients: dict[str, PeerClient[Welcome]] = {}
+        self._reader = secrets.token_hex(16)  # the publisher knows this side again by it
+        self._clients: dict[str, tuple[SocketHandle, PeerClient[Welcome]]] = {}
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
-        client = self._client(read_handle(SocketHandle, manifest))
+        handle = read_handle(SocketHandle, manifest)
+        try:
+            return self._attach(manifest, self._client(handle))
+        except HungUp:  # the connection broke, and the publisher may be well
+            return self._attach(manifest, self._client(handle))
+
+    def _attach(self, manifest: WeightUpdateManifest, client: PeerClient[Welcome]) -> Attachment:
         nbytes = manifest.table.arena_nbytes
         piece = self._piece(client, manifest.update_id, 0)
         # Before anything is allocated: a manifest may claim any size.
@@ -233,13 +244,17 @@ class SocketConsumer(ConsumerEnd):
 
     def _piece(self, client: PeerClient[Welcome], update_id: str, start: int) -> Piece:
         client.send(Read(update_id=update_id, start=start))
-        answer: Piece | Gone = client.wait_for((Piece, Gone), within_s=self._timeout_s)
+        answer: Piece | Gone = client.wait_for(
+            (Piece, Gone),
+            within_s=self._timeout_s,
+            is_answer=lambda it: (it.update_id, getattr(it, "start", start)) == (update_id, start),
+        )
         if isinstance(answer, Gone):
             raise error_of(answer)
         return answer
 
     def _client(self, handle: SocketHandle) -> PeerClient[Welcome]:
-        known = self._clients.get(handle.publisher)
+        _, known = self._clients.get(handle.publisher, (None, None))
         if known is not None and not known.is_lost:
             return known
         connector = Connector(
@@ -251,25 +266,35 @@ class SocketConsumer(ConsumerEnd):
             tls=self._tls,
             has_tls=handle.has_tls,
         )
-        hello = Hello(worker=self._worker[:512], rank=self._rank, pid=os.getpid())
+        hello = Hello(
+            worker=self._worker[:512], rank=self._rank, pid=os.getpid(), reader=self._reader
+        )
         client = PeerClient(connector, bytes.fromhex(handle.token), handle.publisher, hello)
         if known is not None:
             client.take_over(known)
-        self._clients[handle.publisher] = client
+        self._clients[handle.publisher] = handle, client
         return client
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
-        client = self._clients.get(manifest.publisher_id)
+        _, client = self._clients.get(manifest.publisher_id, (None, None))
         if client is None:
             LOG.info("the publisher will not hear of %s: not connected", report.update_id)
         else:
             client.report(report)
 
     def settle(self) -> None:
-        pass
+        """Connect again where a connection broke: reports that did not arrive are repeated."""
+        for publisher_id, (handle, client) in list(self._clients.items()):
+            if client.is_lost:
+                try:
+                    self._client(handle)
+                except WeightBridgeError as error:
+                    LOG.info("publisher %s is gone: %s", publisher_id, error)
+                    client.hang_up()
+                    del self._clients[publisher_id]
 
     def close(self) -> None:
-        for client in self._clients.values():
+        for _, client in self._clients.values():
             client.leave()
         self._clients.clear()
 

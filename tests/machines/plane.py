@@ -29,7 +29,7 @@ _LATEST_STRIKE_S = 0.05
 _LONGEST_STOP_S = 1.5
 _SETTLED = 20
 """After so many updates the watched engine's process has all that it needs."""
-_STRUCK = 0.6
+_HOW_OFTEN = 0.6
 """Part of the updates during which somebody is struck."""
 
 
@@ -63,9 +63,12 @@ class Plane:
         self._stack = ExitStack()
         self._options = {"timeout_s": TIMEOUT_S}
         self._is_at: dict[str, str] | None = None
-        self.watched = self._start(Watched, "watched", engine_seed=1)
-        self._trainer = self._start(Peer, "trainer")
-        self._bystander = self._start(Peer, "bystander", engine_seed=1)
+        with ExitStack() as started:
+            started.push(self._stack)
+            self.watched = self._start(Watched, "watched", engine_seed=1)
+            self._trainer = self._start(Peer, "trainer")
+            self._bystander = self._start(Peer, "bystander", engine_seed=1)
+            started.pop_all()
         self._last: str | None = None
         self._is_asked = False
 
@@ -98,7 +101,7 @@ class Plane:
 
     def _strike(self) -> threading.Thread | None:
         """Choose whom to strike in this update, and how; it happens from another thread."""
-        if self.draw.random() > _STRUCK:
+        if self.draw.random() > _HOW_OFTEN:
             return None
         servers = self._servers()
         likely = ["trainer", "bystander", "bystander", *(["server", "server"] if servers else [])]
@@ -189,7 +192,7 @@ class Plane:
     def _check(self, version: int) -> None:
         found = self.watched.call("engine")
         expected = hashes(engine_weights(1)) if self._is_at is None else self._is_at
-        assert found == expected, f"version {version} left a mixture"
+        assert found == expected, f"version {version} left other bytes than were reported"
 
     # ---- the whole run --------------------------------------------------------------------------
 
@@ -201,7 +204,7 @@ class Plane:
         for num, version in enumerate(versions, 1):
             servers.update(self._servers())
             self.update(version)
-            if num == _SETTLED:
+            if num <= _SETTLED:
                 before = self.watched.call("holdings")
         after = self.watched.call("holdings")
         self._trainer.stop()

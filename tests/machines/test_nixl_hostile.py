@@ -1,12 +1,12 @@
 """Whoever attacks the control server of ``nixl`` keeps no version from an engine."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pytest
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.testing.peer import sample_weights
-from rl_bridge.transports.nixl.messages import PROTOCOL, FromReader, NIXLHandle
+from rl_bridge.transports.nixl.messages import PROTOCOL, NIXLHandle
 from tests.transports.hostile_rig import Target, every_version_arrives
 
 
@@ -29,7 +29,6 @@ def test_an_engine_gets_every_version_while_others_attack(
             token=bytes.fromhex(endpoint.token),
             identity=endpoint.identity,
             protocol=PROTOCOL,
-            kinds=[kind for kind in get_args(FromReader) if kind is not PROTOCOL.join],
-            joins={"reader": "0" * 32, "timeout_s": 3.0},
+            joins={"timeout_s": 3.0},
         )
-        every_version_arrives(trainer, rollout, target, num_deeds=60)
+        every_version_arrives(trainer, rollout, target, num_deeds=30)

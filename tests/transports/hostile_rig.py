@@ -1,14 +1,14 @@
 """Peers that mean harm to a publisher's control server: strangers, and insiders who have the token.
 
 Each of them does one thing after another, drawn from a seed. Insiders send every kind of message
-that a reader may send, with values drawn at random, the ids of real versions among them.
+but the last one (`Leave`), with values drawn at random, the ids of real versions among them.
 """
 
 import random
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +20,11 @@ from rl_bridge.bridge import TensorBridge
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.testing.peer import sample_weights
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.transports.wire import Connector, Message, PeerClient, PeerProtocol
+from rl_bridge.transports.wire import Connector, Message, PeerClient, PeerProtocol, Reported
 
 __all__ = ["Target", "every_version_arrives"]
 
-_NUM_HELD = 40
+_NUM_HELD = 12
 """Connections that one attacker keeps open."""
 _WAIT_S = 5.0
 _LEAST = 20
@@ -40,7 +40,6 @@ class Target:
         token: what lets insiders in.
         identity: see `PeerServer`.
         protocol: see `PeerProtocol`.
-        kinds: messages that a reader may send.
         joins: fields that the first message has besides those of `PeerJoin`.
         update_ids: versions that were published so far.
 
@@ -50,7 +49,6 @@ class Target:
     token: bytes
     identity: str
     protocol: PeerProtocol[Any, Any]
-    kinds: Sequence[type[Message]]
     joins: dict[str, object] = field(default_factory=dict)
     update_ids: list[str] = field(default_factory=list)
 
@@ -61,20 +59,30 @@ class _Attacker:
     def __init__(self, target: Target, seed: int, is_over: threading.Event) -> None:
         self.target, self.is_over = target, is_over
         self.draw = random.Random(seed)
+        self.is_stranger = seed % 2 == 0
         self.held: list[socket.socket | PeerClient[Any]] = []
         self.num_done = 0
+        self.num_joined = 0
+        self.failure: BaseException | None = None
 
     def run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def _run(self) -> None:
         deeds = (
             [self.come_and_go, self.say_nothing, self.babble, self.greet_wrongly]
-            if self.draw.random() < _OFTEN
+            if self.is_stranger
             else [self.cut_a_frame, self.claim_a_size, self.send_nonsense, self.lie, self.lie]
         )
         while not self.is_over.is_set():
             with suppress(OSError, WeightBridgeError):
                 self.draw.choice(deeds)()
             self.num_done += 1
-            while len(self.held) > _NUM_HELD or (self.held and self.draw.random() < _OFTEN):
+            while len(self.held) > _NUM_HELD or (self.held and self.draw.random() < _SELDOM):
                 _hang_up(self.held.pop(0))
         for one in self.held:
             _hang_up(one)
@@ -112,9 +120,15 @@ class _Attacker:
         # Few as full members: each version is sent to those, and may wait for them.
         is_observer = self.draw.random() > _SELDOM
         join = target.protocol.join(
-            worker="hostile", rank=1, pid=1, is_observer=is_observer, **target.joins
+            worker="hostile",
+            rank=1,
+            pid=1,
+            reader=self.draw.randbytes(16).hex(),
+            is_observer=is_observer,
+            **target.joins,
         )
         client: PeerClient[Any] = PeerClient(connector, target.token, target.identity, join)
+        self.num_joined += 1
         self.held.append(client)
         return client
 
@@ -132,9 +146,12 @@ class _Attacker:
 
     def lie(self) -> None:
         client = self._join()
+        kinds: tuple[type[Message], ...] = (*self.target.protocol.from_receiver, Reported)
         for _ in range(self.draw.choice([1, 20, 300])):  # and nothing is read of the answers
             with suppress(ValidationError):
-                client.send(self._drawn(self.draw.choice(self.target.kinds)))
+                client.send(self._drawn(self.draw.choice(kinds)))
+        if self.draw.random() < _OFTEN:
+            client.send(client._join.model_copy(update={"is_observer": True}))
 
     def _drawn(self, kind: type[Message]) -> Message:
         schema = kind.model_json_schema()
@@ -197,6 +214,7 @@ def every_version_arrives(
     with besieged(target) as attackers:
         version = 2
         while min(one.num_done for one in attackers) < num_deeds:
+            assert [one.failure for one in attackers] == [None] * len(attackers)
             manifest = trainer.publish(sample_weights(version), weight_version=version)
             target.update_ids.append(manifest.update_id)
             imported = rollout.import_update(manifest)
@@ -211,3 +229,5 @@ def every_version_arrives(
         good = [one for one in trainer.holders(last.update_id) if one.worker == "rollout"]
         assert [one.state for one in good] == ["acknowledged"]
     assert version > _LEAST
+    joined = [one.num_joined for one in attackers if not one.is_stranger]
+    assert min(joined) >= num_deeds // 2, "insiders were let in"

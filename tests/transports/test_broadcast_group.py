@@ -247,9 +247,11 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
     def parse(text: bytes) -> object:
         texts.append(text)
-        return PROTOCOL.from_receiver(text)
+        return PROTOCOL.parse_receiver(text)
 
-    monkeypatch.setattr(server, "PROTOCOL", replace(PROTOCOL, from_receiver=parse))
+    seen = replace(PROTOCOL)
+    object.__setattr__(seen, "parse_receiver", parse)
+    monkeypatch.setattr(server, "PROTOCOL", seen)
     return texts
 
 

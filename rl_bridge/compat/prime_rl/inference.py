@@ -18,6 +18,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -155,11 +156,13 @@ class ParameterClient:
             SegmentError: nobody answers there, or without knowing the token.
             WeightBridgeUnavailableError: a server of another name.
             TransferTimeout: not in time.
-            MalformedManifest: the answer is none.
+            MalformedManifest: an answer has no manifest.
 
         """
         known, found = self._manifests, dict[int, WeightUpdateManifest]()
-        with self._connected() as line:
+        with ExitStack() as stack:
+            line = self._connected()
+            stack.callback(line.hang_up)
             within_s = self._timeout_s
             for at, kept in line.ask(AskRuns(), Runs, within_s=within_s).runs.items():
                 _, newest = kept[-1]
@@ -306,7 +309,8 @@ def _connect(
 
     Raises:
         SegmentError: nobody answers there, or without knowing the token.
-        WeightBridgeUnavailableError: a server of another name.
+        WeightBridgeUnavailableError: a server of another name refuses this side.
+        MalformedManifest: a server of another name does not.
         TransferTimeout: not in time.
 
     """
@@ -362,7 +366,9 @@ def newest_version(
     for rank, (host, port) in enumerate(addresses):
         name, left = f"{server_name}_{rank}", max(until - time.monotonic(), 1e-3)
         known = token_of(secret_for(token, host))
-        with _connect((host, port), name, known, left, secured) as line:
+        with ExitStack() as stack:
+            line = _connect((host, port), name, known, left, secured)
+            stack.callback(line.hang_up)
             if not rank:
                 asked = AskManifest(run_idx=run_idx, weight_version=weight_version)
                 left = max(until - time.monotonic(), 1e-3)

@@ -59,8 +59,6 @@ from rl_bridge.transports.wire.channel import (
     Message,
     PeerJoin,
     PeerProtocol,
-    Refused,
-    parser,
 )
 from rl_bridge.transports.wire.server import Peer, PeerServer
 from rl_bridge.transports.wire.tls import TLS, TLSFiles, load_tls
@@ -208,21 +206,12 @@ class Told(Message):
     reason: StrictStr = ""
 
 
-from_reader: Callable[[bytes], Join | AskRuns | AskManifest | None] = parser(
-    Join | AskRuns | AskManifest
-)
-"""Parses a reader's message; None if the text is none."""
-from_server: Callable[[bytes], Welcome | Refused | Runs | Told | None] = parser(
-    Welcome | Refused | Runs | Told
-)
-"""Parses a server's message; None if the text is none."""
-
 PROTOCOL = PeerProtocol(
     magic=MAGIC,
     join=Join,
     welcome=Welcome,
-    from_receiver=from_reader,
-    from_publisher=from_server,
+    from_receiver=(AskRuns, AskManifest),
+    from_publisher=(Runs, Told),
     max_message_nbytes=MAX_MESSAGE_NBYTES,
 )
 

@@ -26,7 +26,6 @@ from rl_bridge.transports.broadcast.messages import (
     StoreValue,
     Want,
     Welcome,
-    from_publisher,
 )
 from rl_bridge.transports.broadcast.receiver import Receiver
 from rl_bridge.transports.wire.arenas import Arrivals
@@ -48,7 +47,10 @@ _GOODBYE_S = 1.0
 
 
 class ControlClient(PeerClient[Welcome]):
-    """One publisher, as a receiver sees it."""
+    """One publisher, as a receiver sees it.
+
+    The thread reads all messages, so nobody else asks or waits for one.
+    """
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class ControlClient(PeerClient[Welcome]):
         *,
         worker: str,
         rank: int,
+        reader: str,
         is_observer: bool,
         takes_offers: bool,
         timeout_s: float,
@@ -86,6 +89,7 @@ class ControlClient(PeerClient[Welcome]):
             rank=rank,
             group_rank=rank + info.rank_offset,
             pid=self._pid,
+            reader=reader,
             is_observer=is_observer,
         )
         connector = Connector(
@@ -223,11 +227,10 @@ class ControlClient(PeerClient[Welcome]):
         return self._has_ended and (self._before is None or self._before.close())
 
     def leave(self) -> None:
-        """Say goodbye, hang up, and end the thread that reads."""
+        """Say goodbye, hang up, and end the thread that reads; once only."""
         self.send(Leave())
-        self._await_thread(
-            _GOODBYE_S
-        )  # the publisher hangs up once it has noted that this side is gone
+        # The publisher hangs up once it has noted that this side is gone.
+        self._await_thread(_GOODBYE_S)
         self._lose("this side closed")
         self._wake.poke()
         self._await_thread(self._timeout_s)
@@ -258,7 +261,7 @@ class ControlClient(PeerClient[Welcome]):
         while True:
             # Messages may have come together with the answer to `Join`: look before waiting.
             while self._lost is None and (text := channel.take()) is not None:
-                self._handle(from_publisher(text))
+                self._handle(self._parse(text))
             if channel.is_lost:
                 self._lose("the publisher hung up: its bridge was closed, or it died")
             if self._lost is not None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import weakref
 from collections.abc import Callable
 
@@ -51,6 +52,7 @@ class BroadcastConsumer(ConsumerEnd):
         """
         self._worker = worker
         self._rank = rank
+        self._reader = secrets.token_hex(16)
         self._backend: Backend = backend
         self._make_arenas = make_arenas
         self._init_info = init_info
@@ -164,7 +166,9 @@ class BroadcastConsumer(ConsumerEnd):
             arrivals,
             worker=self._worker,
             rank=self._rank,
-            is_observer=is_observer,
+            reader=self._reader,
+            # A consumer that left a record keeps it when it reconnects.
+            is_observer=is_observer and (known is None or known[0].is_observer),
             takes_offers=self._takes_offers,
             timeout_s=self._timeout_s,
             tls=self._tls,

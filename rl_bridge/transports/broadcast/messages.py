@@ -3,7 +3,6 @@
 The length of a message is bounded before it is read.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictInt, StrictStr
@@ -12,15 +11,12 @@ from rl_bridge.transports.broadcast.init_info import MAGIC
 from rl_bridge.transports.wire.channel import (
     Count,
     Gone,
-    Leave,
     Message,
     PeerJoin,
     PeerProtocol,
     Refused,
-    Reported,
     Text,
     UpdateId,
-    parser,
 )
 
 # ---- either way ---------------------------------------------------------------------------------
@@ -132,18 +128,13 @@ class Released(Message):
     update_id: UpdateId
 
 
-FromReceiver = Join | Want | Ready | Declined | Arrived | Failed | Reported | StoreValue | Leave
+FromReceiver = Want | Ready | Declined | Arrived | Failed | StoreValue
 FromPublisher = Welcome | Refused | Offer | Go | CalledOff | Gone | Released | StoreValue
-
-from_receiver: Callable[[bytes], FromReceiver | None] = parser(FromReceiver)
-"""Parses a receiver's message; None if the text is none."""
-from_publisher: Callable[[bytes], FromPublisher | None] = parser(FromPublisher)
-"""Parses a publisher's message; None if the text is none."""
 
 PROTOCOL = PeerProtocol(
     magic=MAGIC,
     join=Join,
     welcome=Welcome,
-    from_receiver=from_receiver,
-    from_publisher=from_publisher,
+    from_receiver=(Want, Ready, Declined, Arrived, Failed, StoreValue),
+    from_publisher=(Offer, Go, CalledOff, Gone, Released, StoreValue),
 )

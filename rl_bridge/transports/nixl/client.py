@@ -26,7 +26,6 @@ from rl_bridge.transports.nixl.messages import (
     Renew,
     Unlease,
     Welcome,
-    from_publisher,
 )
 from rl_bridge.transports.wire.channel import Gone, error_of
 from rl_bridge.transports.wire.client import Connector, HungUp, PeerClient
@@ -187,7 +186,7 @@ class ControlClient(PeerClient[Welcome]):
         A report about an earlier lease of the same update came before the answer to this lease.
         """
         while (text := self._channel.take()) is not None:
-            message = from_publisher(text)
+            message = PROTOCOL.parse_publisher(text)
             if isinstance(message, Lapsed) and message.update_id == update_id:
                 return True
         return False

@@ -1,6 +1,5 @@
 """The messages between publisher and readers, besides the common kinds; endpoint and handle."""
 
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -17,16 +16,12 @@ from rl_bridge.transports.wire.channel import (
     Count,
     Gone,
     Handle,
-    Leave,
     Message,
     PeerJoin,
     PeerProtocol,
-    Refused,
-    Reported,
     Text,
     UpdateId,
     checked_address,
-    parser,
 )
 
 MAGIC = b"rlbnixl1"
@@ -55,8 +50,6 @@ class Join(PeerJoin):
     """The first message."""
 
     kind: Literal["join"] = "join"
-    reader: UpdateId
-    """Names this reader over all its connections; the publisher keeps the newest of them."""
     timeout_s: _Seconds
     """The time after which it gives up a read that stands still."""
 
@@ -189,20 +182,14 @@ class Catalog(Message):
     entries: tuple[Entry, ...]
 
 
-FromReader = Join | Lease | Renew | Help | Unlease | Reported | AskCatalog | Leave
-FromPublisher = Welcome | Refused | Leased | Lapsed | Gone | Catalog
-
-from_reader: Callable[[bytes], FromReader | None] = parser(FromReader)
-"""Parses a reader's message; None if the text is none."""
-from_publisher: Callable[[bytes], FromPublisher | None] = parser(FromPublisher)
-"""Parses a publisher's message; None if the text is none."""
+FromReader = Lease | Renew | Help | Unlease | AskCatalog
 
 PROTOCOL = PeerProtocol(
     magic=MAGIC,
     join=Join,
     welcome=Welcome,
-    from_receiver=from_reader,
-    from_publisher=from_publisher,
+    from_receiver=(Lease, Renew, Help, Unlease, AskCatalog),
+    from_publisher=(Leased, Lapsed, Gone, Catalog),
     max_message_nbytes=MAX_MESSAGE_NBYTES,
 )
 

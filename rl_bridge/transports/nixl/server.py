@@ -43,7 +43,7 @@ class _Member(Peer):
 
     def __init__(self, channel: Channel, join: Join) -> None:
         """Start with the peer's own description of itself."""
-        super().__init__(channel, join, join.reader)
+        super().__init__(channel, join)
         self.needs_help = False
         self.leases: dict[str, float] = {}
         """Update -> when its lease ends."""
@@ -201,8 +201,6 @@ class ControlServer(PeerServer[_Member, Join]):
 
     def join(self, channel: Channel, join: Join) -> None:
         """See `PeerServer`."""
-        for before in [m for m in self.members if m.is_from(join.reader, join.pid)]:
-            self.lose(before)  # its socket may never show its end, and it takes a place
         if not self.has_room(channel):
             return
         member = _Member(channel, join)

@@ -23,10 +23,9 @@ from rl_bridge.transports.wire.channel import (
     checked_address,
     checked_port,
     error_of,
-    parser,
     read_handle,
 )
-from rl_bridge.transports.wire.client import Connector, PeerClient
+from rl_bridge.transports.wire.client import Connector, HungUp, PeerClient
 from rl_bridge.transports.wire.server import Peer, PeerServer
 from rl_bridge.transports.wire.tls import TLS, load_tls
 
@@ -37,6 +36,7 @@ __all__ = [
     "Count",
     "Gone",
     "Handle",
+    "HungUp",
     "Leave",
     "Message",
     "Peer",
@@ -53,6 +53,5 @@ __all__ = [
     "error_of",
     "listen",
     "load_tls",
-    "parser",
     "read_handle",
 ]

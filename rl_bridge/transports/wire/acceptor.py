@@ -90,11 +90,11 @@ class Acceptor(Generic[_Joined]):
     ) -> None:
         """Own a listening socket; for `token` and `identity` see `Greeting`.
 
-        A connection whose first message after the greeting is no `join` is turned away. It may take
-        `timeout_s` to join. All of `max_members` peers may come at once, and each takes some round
-        trips: twice as many connections may wait to join, and 64 in any case. Beyond that the
-        oldest is turned away, strangers before peers that proved themselves. With `tls`, its
-        handshake counts as part of the greeting.
+        A new connection may take `timeout_s` to join; one whose first message after the greeting is
+        not of the kind `protocol.join` is turned away. All of `max_members` peers may come at once,
+        and each takes some round trips: twice as many connections may wait to join, and 64 in any
+        case. Beyond that the oldest is turned away, strangers before peers that proved themselves.
+        With `tls`, its handshake counts as part of the greeting.
         """
         self.listener = listener
         self._protocol = protocol
@@ -178,7 +178,7 @@ class Acceptor(Generic[_Joined]):
             if channel.is_lost:
                 self._turn_away(fd)
             return None
-        join = self._protocol.from_receiver(text)
+        join = self._protocol.parse_receiver(text)
         if not isinstance(join, self._protocol.join):
             self._turn_away(fd)
             return None

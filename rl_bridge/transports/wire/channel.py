@@ -28,9 +28,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, Union
 
 from pydantic import (
     BaseModel,
@@ -127,6 +127,7 @@ MAX_MESSAGE_NBYTES = 1 << 16
 
 _LENGTH = struct.Struct("!I")
 _MAX_PENDING = 1024
+_MAX_PENDING_NBYTES = 64 << 20
 _CHUNK = 1 << 16
 _LONGEST_KEEPIDLE_S = 32767  # Linux takes no more
 _TURN_S = 0.1
@@ -214,8 +215,9 @@ class Channel:
             return
         self._outgoing.append(data)
         self.flush()
-        if len(self._outgoing) > _MAX_PENDING:
-            self.is_lost = True  # a peer that does not read must not use up memory
+        if len(self._outgoing) > 1:  # a peer that does not read must not use up memory
+            nbytes = sum(map(len, list(self._outgoing)))
+            self.is_lost |= len(self._outgoing) > _MAX_PENDING or nbytes > _MAX_PENDING_NBYTES
 
     def flush(self) -> None:
         """Hand to the kernel as much as it takes. Never waits."""
@@ -438,44 +440,6 @@ def parser(kinds: Any) -> Callable[[bytes], Any]:
     return parse
 
 
-class PeerJoin(Message):
-    """From a receiver: its first message, which names it.
-
-    An observer leaves no record.
-    """
-
-    worker: Annotated[StrictStr, Field(max_length=512)]
-    rank: Count
-    pid: Count
-    is_observer: StrictBool = False
-
-
-_Joined = TypeVar("_Joined", bound=PeerJoin)
-_Welcomed = TypeVar("_Welcomed", bound=Message)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerProtocol(Generic[_Joined, _Welcomed]):
-    """What both sides of one kind of connection have to agree on.
-
-    Attributes:
-        magic: names it in greetings; 8 bytes.
-        join: the kind of a receiver's first message.
-        welcome: the kind of the publisher's answer to it, if it is not `Refused`.
-        from_receiver: reads every message of a receiver, see `parser`.
-        from_publisher: reads every message of a publisher.
-        max_message_nbytes: size of the largest message's text.
-
-    """
-
-    magic: bytes
-    join: type[_Joined]
-    welcome: type[_Welcomed]
-    from_receiver: Callable[[bytes], Any]
-    from_publisher: Callable[[bytes], Any]
-    max_message_nbytes: int = MAX_MESSAGE_NBYTES
-
-
 class Reported(Message):
     """From a receiver: the state that an update is in there."""
 
@@ -504,6 +468,64 @@ class Gone(Message):
     reason: Text
     is_stale: StrictBool
     """Whether it was released; otherwise another version was asked for."""
+
+
+class PeerJoin(Message):
+    """From a receiver: its first message, which names it.
+
+    An observer leaves no record. `reader` names the receiver over all its connections: the
+    publisher keeps the newest one, with what was reported over the others. It may be empty.
+    """
+
+    worker: Annotated[StrictStr, Field(max_length=512)]
+    rank: Count
+    pid: Count
+    is_observer: StrictBool = False
+    reader: Annotated[StrictStr, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
+
+
+_Joined = TypeVar("_Joined", bound=PeerJoin)
+_Welcomed = TypeVar("_Welcomed", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerProtocol(Generic[_Joined, _Welcomed]):
+    """What both sides of one kind of connection have to agree on.
+
+    Attributes:
+        magic: names it in greetings; 8 bytes.
+        join: the kind of a receiver's first message.
+        welcome: the kind of the publisher's answer to it, if it is not `Refused`.
+        from_receiver: other kinds of messages that a receiver sends. `Reported` and `Leave` are
+            understood anyhow.
+        from_publisher: other kinds of messages that the publisher sends. `Refused` is understood
+            anyhow.
+        max_message_nbytes: size of the largest message's text.
+        parse_receiver: reads any message of a receiver; None for a text that is none.
+        parse_publisher: reads any message of the publisher; None for a text that is none.
+
+    Raises:
+        ValueError: `magic` has another length.
+
+    """
+
+    magic: bytes
+    join: type[_Joined]
+    welcome: type[_Welcomed]
+    from_receiver: tuple[type[Message], ...] = ()
+    from_publisher: tuple[type[Message], ...] = ()
+    max_message_nbytes: int = MAX_MESSAGE_NBYTES
+    parse_receiver: Callable[[bytes], Any] = field(init=False)
+    parse_publisher: Callable[[bytes], Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the parsers."""
+        if len(self.magic) != _MAGIC_NBYTES:
+            raise ValueError(f"magic={self.magic!r}: expected {_MAGIC_NBYTES} bytes.")
+        receivers = parser(Union[(self.join, Reported, Leave, *self.from_receiver)])
+        publishers = parser(Union[(self.welcome, Refused, *self.from_publisher)])
+        object.__setattr__(self, "parse_receiver", receivers)
+        object.__setattr__(self, "parse_publisher", publishers)
 
 
 def error_of(gone: Gone) -> WeightBridgeError:

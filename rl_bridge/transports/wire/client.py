@@ -208,14 +208,14 @@ class Connector(Generic[_Welcomed]):
 
 
 class HungUp(SegmentError):
-    """The publisher ended the connection and gave no reason; it may still live."""
+    """The connection ended and the publisher gave no reason: it closed, or died, or lives on."""
 
 
 _Answered = TypeVar("_Answered", bound=Message)
 
 
 class PeerClient(Generic[_Welcomed]):
-    """One publisher, as a receiver sees it. Calls come from one thread at a time.
+    """One publisher, as a receiver sees it. Asking and waiting are for one thread at a time.
 
     Attributes:
         where: the publisher and its address, for messages.
@@ -250,7 +250,7 @@ class PeerClient(Generic[_Welcomed]):
         self.is_observer = join.is_observer
         self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
         self._join = join
-        self._parse = connector.protocol.from_publisher
+        self._parse = connector.protocol.parse_publisher
         self._max_report_nbytes = min(
             connector.protocol.max_message_nbytes * 3 // 4, _MOST_OF_A_REPORT_NBYTES
         )
@@ -314,9 +314,13 @@ class PeerClient(Generic[_Welcomed]):
     # ---- asking ---------------------------------------------------------------------------------
 
     def ask(self, message: Message, kind: type[_Answered], *, within_s: float) -> _Answered:
-        """Send a message and wait for its answer; see `wait_for`."""
-        self.send(message)
-        answer: _Answered = self.wait_for(kind, within_s=within_s)
+        """Send a message and wait for its answer; raises as `wait_for` does."""
+        try:
+            self.send(message)
+            answer: _Answered = self.wait_for(kind, within_s=within_s)
+        except BaseException:
+            self._channel.close()  # a late answer must not pass for that to another question
+            raise
         return answer
 
     def wait_for(
@@ -326,7 +330,7 @@ class PeerClient(Generic[_Welcomed]):
         within_s: float,
         is_answer: Callable[[Any], bool] = lambda _: True,
     ) -> Any:
-        """Wait for an answer of these kinds; what else comes answers an earlier question, too late.
+        """Wait for an answer of these kinds, and pass over whatever else comes.
 
         Raises:
             SegmentError: the publisher ended the connection, as a `HungUp` where it gave no reason,
@@ -357,7 +361,7 @@ class PeerClient(Generic[_Welcomed]):
         """Wait for a message, `within_s` in all; None for a text that is none."""
         text = self._channel.receive(until=until)
         if text is None and self._channel.is_lost:
-            raise HungUp(f"{self.where} hung up. Publish again, or make a new bridge.")
+            raise HungUp(f"{self.where} hung up. Import again, or publish again.")
         if text is None:
             raise _late(self.where, "answer", within_s)
         return self._parse(text)
@@ -376,14 +380,6 @@ class PeerClient(Generic[_Welcomed]):
             while not self._channel.is_lost and time.monotonic() < until:
                 self._channel.receive_raw(1 << 20, until=until)
         self._channel.close()
-
-    def __enter__(self) -> Self:
-        """Use as a context manager."""
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        """Leave."""
-        self.leave()
 
 
 def _text_of(report: UpdateReport) -> bytes:

@@ -55,14 +55,13 @@ class Peer:
         self,
         channel: Channel,
         join: PeerJoin,
-        reader: str = "",
     ) -> None:
         """Start with the peer's own description of itself."""
         self.channel = channel
         self.worker = join.worker
         self.rank = join.rank
         self.pid = join.pid
-        self.reader = reader
+        self.reader = join.reader
         self.is_observer = join.is_observer
         self.is_gone = False
         self.updates: OrderedDict[str, UpdateReport] = OrderedDict()
@@ -73,7 +72,7 @@ class Peer:
         return f"worker {self.worker!r} rank {self.rank} (pid {self.pid})"
 
     def is_from(self, reader: str, pid: int) -> bool:
-        """Whether it is a connection from that reader."""
+        """Whether it is a connection of that receiver."""
         return bool(reader) and (self.reader, self.pid) == (reader, pid)
 
     def take_over(self, gone: list[Self]) -> None:
@@ -135,7 +134,7 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
 
         """
         self.name = name
-        self._parse = protocol.from_receiver
+        self._parse = protocol.parse_receiver
         self.changed = threading.Condition(threading.RLock())
         self.members: list[_Member] = []
         self._gone: list[_Member] = []
@@ -211,11 +210,11 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
     def handle(self, member: _Member, message: Any) -> Message | None:
         """Do what a member asks for; the answer, if there is one.
 
-        Reports, and that a member leaves or becomes a full one, are handled already.
+        It gets the kinds of `PeerProtocol.from_receiver` only.
         """
 
     def follow(self, member: _Member, join: _Joined) -> None:
-        """Note that a member became a full one, or an observer."""
+        """Note that a member that joined before joins again, as an observer or no longer as one."""
         member.is_observer = join.is_observer
         member.take_over(self._gone)
 
@@ -231,13 +230,14 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
             self.refuse(
                 channel,
                 f"the publisher has room for {self._max_members} consumers and all are taken. "
-                "Close bridges that are not used, or raise max_consumers on the publisher.",
+                "Close bridges that are not used, or let the publisher have more (max_consumers).",
             )
         return has_room
 
     def admit(self, member: _Member, welcome: Message) -> None:
-        """Make a peer a member."""
+        """Make a peer a member, which takes over the reports of its earlier connections."""
         self.members.append(member)
+        member.take_over(self._gone)
         member.channel.send(welcome)
         self._serve(member)  # more may have come together with its first message
         self.changed.notify_all()
@@ -252,6 +252,7 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
         member.is_gone = True
         self.let_go(member)
         member.channel.close()
+        self._wake.poke()  # the end reaches the peer once nobody polls the socket any longer
         if member.updates and not member.is_observer and member not in self._gone:
             self._gone.append(member)
             del self._gone[:-_MAX_GONE]
@@ -303,6 +304,8 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
                     if member.channel.socket.fileno() in ready or member.channel.is_lost:
                         self._serve(member)
                 for channel, join in self._acceptor.serve(ready, self.changed):
+                    for before in [m for m in self.members if m.is_from(join.reader, join.pid)]:
+                        self.lose(before)  # its socket may never show its end
                     self.join(channel, join)
                 self._end()
         return bool(ready - {wake})
@@ -357,6 +360,7 @@ class PeerServer(ABC, Generic[_Member, _Joined]):
                 self.lose(member)
             case PeerJoin():
                 self.follow(member, message)  # type: ignore[arg-type]  # parsed as a `join`
+                self.changed.notify_all()
             case _:
                 return self.handle(member, message)
         return None
