@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 
+from rl_bridge.memory.segment import process_start_time
 from rl_bridge.testing.peer import Peer, engine_weights, hashes, id_of, sample_weights
 from rl_bridge.testing.processes import Child, ChildDied, ChildError, until
 
@@ -198,20 +199,21 @@ class Plane:
 
     def run(self, versions: Iterable[int]) -> dict[str, Any]:
         """Make these versions; what happened, and how much the watched engine's process grew."""
-        servers: set[int] = set()
+        servers: set[tuple[int, int | None]] = set()  # by their start, too: numbers come again
         before: dict[str, int] = {}
         num = 0
         for num, version in enumerate(versions, 1):
-            servers.update(self._servers())
+            servers.update((pid, process_start_time(pid)) for pid in self._servers())
             self.update(version)
             if num <= _SETTLED:
                 before = self.watched.call("holdings")
         after = self.watched.call("holdings")
         self._trainer.stop()
-        for pid in servers:  # one whose trainer was killed while it was stopped
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        until(lambda: not any(map(_is_alive, servers)), what="every serving process ended")
+        for pid, start in servers:  # one whose trainer was killed while it was stopped
+            if process_start_time(pid) == start:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        until(lambda: not any(_is_alive(*one) for one in servers), what="the servers' ends")
         return {
             "transport": self.transport,
             "updates": num,
@@ -222,9 +224,5 @@ class Plane:
         }
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+def _is_alive(pid: int, start: int | None) -> bool:
+    return start is not None and process_start_time(pid) == start
