@@ -106,7 +106,7 @@ def test_a_name_that_is_not_at_the_top_says_where_it_is() -> None:
 
 
 def test_every_face_is_imported_without_engines_and_servers() -> None:
-    away = "vllm sglang ray httpx fastapi uvicorn nixl deepspeed megatron"
+    away = "vllm sglang ray httpx fastapi anyio h11 nixl deepspeed megatron"
     code = f"""
 import sys
 for name in {away!r}.split():

@@ -37,7 +37,7 @@ _NEEDED = {
     Engine.VLLM: (("vllm", "transformers"), "demo,vllm"),
     Engine.SGLANG: (("sglang", "transformers"), "demo,sglang"),
     Engine.VLLM_HTTP: (
-        ("vllm", "transformers", "fastapi", "uvicorn", "httpx", "prometheus_client"),
+        ("vllm", "transformers", "fastapi", "h11", "httpx", "prometheus_client"),
         "demo,vllm,remote",
     ),
 }

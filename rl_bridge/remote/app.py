@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,7 +27,7 @@ from rl_bridge.bridge.executor import TwoPhaseExecutor, require_two_phase
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import problem_words
 from rl_bridge.remote.config import SidecarConfig
-from rl_bridge.remote.gate import Gate
+from rl_bridge.remote.gate import OPEN_PATHS, Gate
 from rl_bridge.remote.problems import MEDIA_TYPE, STATUSES, Problem, http_problem
 from rl_bridge.remote.sidecar import Sidecar
 from rl_bridge.remote.signing import SCHEME, read_key
@@ -39,7 +39,7 @@ from rl_bridge.remote.views import Status, UpdateView
 _ABOUT = (
     "Takes weight updates for the engine that it stands beside: import and verify, prepare, then "
     "commit or abort. The bytes do not come by HTTP: the manifest says where they are. Every "
-    "request but those for /metrics and this description is signed."
+    "request is signed, but for those for /healthz, /readyz, /metrics and this description."
 )
 _SIGNED = (
     f"`{SCHEME} time=SECONDS,nonce=NONCE,signature=SIGNATURE`: HMAC-SHA256, in hexadecimal digits, "
@@ -87,7 +87,7 @@ def describe_app(app: Any) -> dict[str, Any]:
         for operation in methods.values():
             for status, meaning in STATUSES.items():
                 operation["responses"][str(status)] = {"description": meaning, "content": problem}
-            if path != "/metrics":
+            if path not in OPEN_PATHS:
                 operation["security"] = [{"signature": []}]
     return document
 
@@ -295,6 +295,12 @@ class AbortBody(BaseModel):
     reason: Annotated[str, StringConstraints(max_length=1000)] = "its trainer gave it up"
 
 
+class Health(BaseModel):
+    """What a probe gets to read, if it reads more than the status of the answer."""
+
+    ok: Literal[True] = True
+
+
 class _Routes:
     """The routes of one side-car."""
 
@@ -334,6 +340,18 @@ class _Routes:
     async def status(self) -> Status:
         """Where the engine stands."""
         return self._sidecar.status().model_copy(update={"busy": self.worker.busy})
+
+    async def healthz(self) -> Health:
+        """Whether the side-car answers; the engine is not asked."""
+        return Health()
+
+    async def readyz(self) -> Response | Health:
+        """Whether the engine may answer requests, as its last step left it; 503 if not."""
+        status = self._sidecar.status()
+        if status.servable:
+            return Health()
+        detail = f"the engine is {status.state}, expected it to be serving. Send it an update."
+        return _answer(http_problem(503, detail))
 
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
@@ -387,7 +405,7 @@ def create_app(
         raise
 
     @asynccontextmanager
-    async def lifespan(_app: Any) -> AsyncIterator[None]:
+    async def lifespan() -> AsyncIterator[None]:
         await routes.start()
         try:
             yield
@@ -398,7 +416,7 @@ def create_app(
     app: Any = FastAPI(
         title="rl_bridge side-car",
         version=_API_VERSION,
-        lifespan=lifespan,
+        lifespan=lambda _app: lifespan(),
         redoc_url=None,
         docs_url="/docs",
         redirect_slashes=False,  # to where a stranger's Host header says
@@ -406,7 +424,14 @@ def create_app(
     )
     _route(app, routes)
     app.openapi = cache(lambda: describe_app(app))  # made once: strangers may ask for it
-    return Gate(app, key=key, nonces=nonces, config=config, answered=metrics.answered)
+    return Gate(
+        app,
+        key=key,
+        nonces=nonces,
+        config=config,
+        answered=metrics.answered,
+        lifespan=lifespan,
+    )
 
 
 def _route(app: Any, routes: _Routes) -> None:
@@ -426,6 +451,8 @@ def _route(app: Any, routes: _Routes) -> None:
             f"{one}/{name}", endpoint, methods=["POST"], response_model=UpdateView, name=name
         )
     app.add_api_route("/status", routes.status, methods=["GET"], response_model=Status)
+    app.add_api_route("/healthz", routes.healthz, methods=["GET"], response_model=Health)
+    app.add_api_route("/readyz", routes.readyz, methods=["GET"], response_model=Health)
     app.add_api_route(
         "/metrics",
         routes.metrics,

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from rl_bridge.errors import SignatureRefused, WeightBridgeError
@@ -21,7 +22,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/metrics", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
 """Read without a signature: they tell no weights and change nothing."""
 
 _MANIFEST_PATH = "/updates"
@@ -37,7 +38,13 @@ class _Refused(Exception):
 
 
 class Gate:
-    """Lets each signed request through once."""
+    """Lets each signed request through once.
+
+    Attributes:
+        lifespan: begins and ends the application, for a server of our own; others ask for it by
+            ASGI.
+
+    """
 
     def __init__(
         self,
@@ -47,6 +54,7 @@ class Gate:
         nonces: NonceBook,
         config: SidecarConfig,
         answered: Callable[[str, int], None],
+        lifespan: Callable[[], AbstractAsyncContextManager[None]],
     ) -> None:
         """Stand before `app`.
 
@@ -56,10 +64,12 @@ class Gate:
             nonces: of the requests that were answered already.
             config: limits.
             answered: called with the method and status of each answer.
+            lifespan: begins and ends `app`.
 
         """
         self._app, self._key, self._nonces = app, key, nonces
         self._config, self._answered = config, answered
+        self.lifespan = lifespan
         self._num_coming = 0  # bytes of bodies that are not whole yet
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

@@ -1,201 +1,291 @@
-"""A side-car's connections: how many there may be, and how long each may stay idle.
+"""A side-car's HTTP server: its connections, how many there may be, their deadlines, and TLS.
 
-uvicorn has no deadline for a request's head, and none for a client that does not read its answer:
-connections that are open and do nothing would keep everybody else out for ever. TLS comes in here
-and not by uvicorn: a handshake then has the same deadline and counts as the rest does, and whoever
-is refused learns why. Needs the extra ``remote``.
+h11 reads and writes HTTP/1.1, and anyio moves the bytes. Each wait for a client has a deadline.
+Where as many connections are open as may be, a new one takes the place of the one that was idle
+longest, so that nobody keeps others out by doing nothing. Needs the extra ``remote``.
 """
 
-import asyncio
+import logging
+import signal
 import ssl
+from contextlib import suppress
+from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
+from urllib.parse import unquote
 
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+import anyio
+import h11
+from anyio.abc import Listener, SocketAttribute, SocketStream, TaskGroup
 
+from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.remote.config import SidecarConfig
+from rl_bridge.remote.gate import Gate, Message
 from rl_bridge.remote.problems import MEDIA_TYPE, http_problem
 from rl_bridge.transports.wire.tls import TLS, RefusalLog, Session, SpeaksPlain
 
-_TIMES: Final = 8
-"""Up to so many times the connections that may be served get an answer; the rest are cut off."""
+_MAX_HEAD_NBYTES: Final = 64 * 1024
+_MAX_IGNORED_READS: Final = 16
+"""So many pieces of a body that nobody wants are read, for its sender to get at the answer."""
+_PAUSE_S: Final = 1.0
+_GRACE_S: Final = 10
+_LOG = logging.getLogger(__name__)
 
 
-def make_protocol(config: SidecarConfig, tls: TLS | None = None) -> type[asyncio.Protocol]:
-    """The protocol of a side-car's connections, for uvicorn's ``http``.
+class HTTPServer:
+    """Serves a side-car until the process is told to end.
 
-    It is named, since uvicorn's other protocol, its first choice, does not bound a head's size.
+    A connection is either served, from the moment that its request is whole until it is answered,
+    or idle. Only idle ones are ever aborted for another one.
     """
 
-    class Bounded(_Connection):
-        timeout_s = config.body_timeout_s
-        most = config.max_connections
+    def __init__(self, app: Gate, config: SidecarConfig, tls: TLS | None = None) -> None:
+        """Prepare; nothing listens yet.
 
-    if tls is None:
-        return Bounded
-    shared = {"credentials": tls, "refusals": RefusalLog()}
-    return type("Secured", (_Secured, Bounded), shared)
+        Args:
+            app: gets the requests. It answers one that is not signed at once, without a wait.
+            config: limits.
+            tls: for a server that speaks TLS only.
 
+        """
+        self.app, self.config, self.tls = app, config, tls
+        self.refusals = RefusalLog()
+        self.is_ending = False
+        self._idle: dict[_Connection, None] = {}  # the one that is idle longest comes first
+        self._served: set[_Connection] = set()
 
-class _Connection(H11Protocol):
-    """A connection that is closed if no request of it is served for too long."""
+    async def run(self, host: str, port: int) -> signal.Signals:
+        """Serve until SIGINT or SIGTERM, which it returns; requests in progress get some time.
 
-    timeout_s: float
-    most: int
+        Raises:
+            WeightBridgeUnavailableError: this address cannot be listened on.
 
-    _timer: asyncio.TimerHandle | None = None
-    _is_unread = False
+        """
+        async with self.app.lifespan():
+            try:
+                listener = await anyio.create_tcp_listener(local_host=host, local_port=port)
+            except OSError as error:
+                msg = f"cannot listen on {host}, port {port}: {error}. Choose another one."
+                raise WeightBridgeUnavailableError(msg) from error
+            async with anyio.create_task_group() as connections:
+                with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                    async with listener, anyio.create_task_group() as accepting:
+                        accepting.start_soon(self._accept, listener, connections)
+                        scheme = "http" if self.tls is None else "https"
+                        _LOG.info("listening on %s://%s:%d", scheme, host, port)
+                        told = await anext(signals)
+                        accepting.cancel_scope.cancel()
+                self.is_ending = True
+                for connection in self._idle:
+                    connection.scope.cancel()
+                connections.cancel_scope.deadline = anyio.current_time() + _GRACE_S
+        return told
 
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        num_open = len(self.connections)
-        if num_open > self.most * _TIMES:
-            transport.abort()
-        elif num_open > self.most:
-            # After its request: an answer to a request that is not read yet may get lost.
-            self.app = _turn_away
-        self._watch()
+    async def _accept(self, listener: Listener[SocketStream], connections: TaskGroup) -> None:
+        while True:
+            try:
+                await listener.serve(self._talk, connections)
+            except* OSError as errors:
+                _LOG.warning("cannot accept connections: %s", errors.exceptions[0])
+                await anyio.sleep(_PAUSE_S)  # too many open files, perhaps: some get closed
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
-        super().connection_lost(exc)
+    async def _talk(self, stream: SocketStream) -> None:
+        connection = _Connection(self, stream)
+        try:
+            async with stream:
+                self.rest(connection)
+                self._make_room(connection)
+                await connection.run()
+        except Exception:  # noqa: BLE001 - logged; the others go on
+            _LOG.exception("a connection failed")
+        finally:
+            self._idle.pop(connection, None)
+            self._served.discard(connection)
 
-    def data_received(self, data: bytes) -> None:
-        if not self.transport.is_closing():
-            super().data_received(data)
-            self._watch()
+    def _make_room(self, newcomer: "_Connection") -> None:
+        """Abort the connection that is idle longest; where all others are served, turn away."""
+        while len(self._idle) + len(self._served) > self.config.max_connections:
+            longest = next(iter(self._idle))
+            if longest is newcomer:
+                newcomer.is_surplus = True
+                return
+            del self._idle[longest]
+            longest.scope.cancel()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch()
+    def rest(self, connection: "_Connection") -> None:
+        """Take a connection for idle, for less long than all others."""
+        self._served.discard(connection)
+        self._idle.pop(connection, None)
+        self._idle[connection] = None
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._is_unread = True
-        self._watch()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._is_unread = False
-        self._watch()
-
-    def send_400_response(self, msg: str) -> None:
-        self._say(400, f"{msg} Expected HTTP/1.1, with a head of less than 64 KiB.")
-
-    @property
-    def _current(self) -> RequestResponseCycle | None:
-        """The last request; uvicorn's types do not say that there may be none yet."""
-        return self.cycle
-
-    def _watch(self) -> None:
-        """Run the timer while nothing is served; once it runs, only a whole head stops it."""
-        cycle = self._current
-        if cycle is not None and not cycle.response_complete and not self._is_unread:
-            self._stop()
-        elif self._timer is None and not self.transport.is_closing():
-            self._timer = self.loop.call_later(self.timeout_s, self._too_late)
-
-    def _stop(self) -> None:
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.cancel()
-
-    def _too_late(self) -> None:
-        self._timer = None
-        if self._current is None:
-            self._say(408, f"no request came within {self.timeout_s:g} s. Send it again.")
-        else:
-            self.transport.abort()  # a client that has not read its answer by now never will
-
-    def _say(self, status: int, detail: str) -> None:
-        """Answer what never became a request, and close."""
-        if self._current is None or not self._current.response_started:
-            body = http_problem(status, detail).encoded()
-            head = "".join(f"{name}: {value}\r\n" for name, value in _headers(body))
-            line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
-            self.transport.write(f"{line}{head}\r\n".encode("ascii") + body)
-        self.transport.close()
+    def work(self, connection: "_Connection") -> None:
+        """Take a connection for one that is served."""
+        self._idle.pop(connection, None)
+        self._served.add(connection)
 
 
-class _SealedTransport:
-    """A connection's transport, for what is written as plain bytes; the rest of it is its own."""
+class _Connection:
+    """One client's connection, which carries one request after the other.
 
-    def __init__(self, transport: Any, session: Session) -> None:
-        self._transport, self._session = transport, session
+    Attributes:
+        scope: what is cancelled to abort it.
+        is_surplus: there is no place for it; its request is told so.
 
-    def write(self, data: bytes) -> None:
+    """
+
+    def __init__(self, server: HTTPServer, stream: SocketStream) -> None:
+        self.scope = anyio.CancelScope()
+        self.is_surplus = False
+        self._server, self._timeout_s = server, server.config.body_timeout_s
+        self._socket = stream
+        self._peer = stream.extra(SocketAttribute.remote_address, None)  # noqa: S610 - not Django
+        tls = server.tls
+        self._stream = stream if tls is None else _SealedStream(stream, tls.accept())
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_NBYTES)
+        self._is_first = True
+
+    async def run(self) -> None:
+        """Answer its requests, until one side ends it or lets a deadline pass."""
+        with self.scope, suppress(anyio.BrokenResourceError, anyio.EndOfStream, TimeoutError):
+            try:
+                while await self._answer_one():
+                    self._http.start_next_cycle()
+                    self._is_first = False
+            except ssl.SSLError as error:
+                await self._refuse(error)
+            await self._end()
+
+    async def _answer_one(self) -> bool:
+        """Answer a request; returns whether another one may come."""
+        try:
+            with anyio.fail_after(self._timeout_s):
+                request = await self._next_event()
+        except TimeoutError:
+            if self._is_first:
+                detail = f"no request came within {self._timeout_s:g} s. Send it again."
+                await self._say(408, detail)
+            return False
+        except h11.RemoteProtocolError as error:
+            nbytes = f"a head of less than {_MAX_HEAD_NBYTES} bytes"
+            await self._say(400, f"no request: {error}. Expected HTTP/1.1, with {nbytes}.")
+            return False
+        if not isinstance(request, h11.Request):
+            return False
+        if self.is_surplus:
+            detail = "the side-car has as many connections as it may have. Send it again later."
+            await self._say(503, detail)
+            return False
+        answer: dict[str, Message] = {}
+
+        async def keep(message: Message) -> None:
+            answer[message["type"]] = message
+
+        await self._server.app(self._scope_of(request), self._receive, keep)
+        self._server.rest(self)
+        start, body = answer["http.response.start"], answer["http.response.body"]["body"]
+        is_head = request.method == b"HEAD"
+        await self._send(start["status"], start["headers"], b"" if is_head else body)
+        return self._http.our_state is self._http.their_state is h11.DONE
+
+    def _scope_of(self, request: h11.Request) -> Message:
+        path, _, query = request.target.partition(b"?")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": request.http_version.decode("ascii"),
+            "method": request.method.decode("ascii"),
+            "scheme": "http" if self._server.tls is None else "https",
+            "path": unquote(path.decode("ascii")),
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": list(request.headers),
+            "client": self._peer,
+            "server": None,
+        }
+
+    async def _receive(self) -> Message:
+        """Hand over the next piece of the body, or word that there is no more to come."""
+        try:
+            event = await self._next_event()
+        except (h11.RemoteProtocolError, anyio.EndOfStream, anyio.BrokenResourceError):
+            return {"type": "http.disconnect"}
+        if isinstance(event, h11.Data):
+            return {"type": "http.request", "body": bytes(event.data), "more_body": True}
+        self._server.work(self)
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def _next_event(self) -> object:
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            if self._http.they_are_waiting_for_100_continue:
+                go_on = h11.InformationalResponse(status_code=100, headers=[])
+                await self._stream.send(self._http.send(go_on) or b"")
+            self._http.receive_data(await self._stream.receive())
+            self._server.rest(self)
+        return event
+
+    async def _say(self, status: int, detail: str) -> None:
+        """Answer in place of the side-car."""
+        body = http_problem(status, detail).encoded()
+        headers = [
+            (b"content-type", MEDIA_TYPE.encode()),
+            (b"content-length", str(len(body)).encode()),
+            (b"cache-control", b"no-store"),
+        ]
+        await self._send(status, headers, body)
+
+    async def _send(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        headers = [*headers, (b"date", formatdate(usegmt=True).encode())]
+        if self._http.their_state is not h11.DONE or self._server.is_ending:
+            headers.append((b"connection", b"close"))
+        reason = HTTPStatus(status).phrase.encode()
+        events = (
+            h11.Response(status_code=status, headers=headers, reason=reason),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        )
+        with anyio.fail_after(self._timeout_s):
+            await self._stream.send(b"".join(self._http.send(event) or b"" for event in events))
+
+    async def _refuse(self, error: ssl.SSLError) -> None:
+        self._server.refusals.say(self._peer[0] if self._peer else "nobody's address", error)
+        with anyio.fail_after(self._timeout_s):
+            await self._stream.send(b"")  # TLS has its own words for it
+        if isinstance(error, SpeaksPlain):
+            self._stream = self._socket
+            await self._say(400, "this side-car has tls= and the client has not. Give both tls=.")
+
+    async def _end(self) -> None:
+        """Say that no more comes, and wait for the other side to end, which may send still.
+
+        To close at once could lose on its way what was said last.
+        """
+        await self._socket.send_eof()
+        with anyio.fail_after(self._timeout_s):
+            for _ in range(_MAX_IGNORED_READS):
+                await self._socket.receive()
+
+
+class _SealedStream:
+    """A stream of plain bytes over one that carries TLS."""
+
+    def __init__(self, stream: SocketStream, session: Session) -> None:
+        self._stream, self._session = stream, session
+
+    async def receive(self) -> bytes:
+        found = bytearray()
+        while not found:
+            if self._session.is_ended:
+                raise anyio.EndOfStream
+            self._session.feed(await self._stream.receive(), found)
+            await self._hand_over()
+        return bytes(found)
+
+    async def send(self, data: bytes) -> None:
         if self._session.is_established:  # nobody gets an answer who is not known yet
             self._session.seal(data)
-        self.send()
+        await self._hand_over()
 
-    def send(self) -> None:
-        """Hand over what the session has for the other side."""
+    async def _hand_over(self) -> None:
         while data := self._session.take():
-            self._transport.write(data)
-
-    def get_extra_info(self, name: str) -> Any:
-        return self._session if name == "sslcontext" else self._transport.get_extra_info(name)
-
-    @property
-    def plain(self) -> Any:
-        """The transport itself."""
-        return self._transport
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
-class _Secured(_Connection):
-    """A connection of which every byte comes by TLS."""
-
-    credentials: TLS
-    refusals: RefusalLog
-
-    _is_refused = False
-
-    def connection_made(self, transport: Any) -> None:
-        self._session = self.credentials.accept()
-        self._sealed = _SealedTransport(transport, self._session)
-        super().connection_made(self._sealed)
-
-    def data_received(self, data: bytes) -> None:
-        if self._is_refused:
-            return  # to close now could lose the alert on its way: the other side closes, or time
-        plain = bytearray()
-        try:
-            self._session.feed(data, plain)
-        except ssl.SSLError as error:
-            self._refuse(error)
-            return
-        self._sealed.send()
-        if plain:
-            super().data_received(bytes(plain))
-        if self._session.is_ended:
-            self.transport.close()
-
-    def _refuse(self, error: ssl.SSLError) -> None:
-        peer = self.client[0] if self.client else "nobody's address"
-        self.refusals.say(peer, error)
-        self._is_refused = True
-        self._sealed.send()
-        if isinstance(error, SpeaksPlain):
-            self.transport = self._sealed.plain
-            self._say(400, "this side-car has tls= and the client has not. Give both tls=.")
-
-
-async def _turn_away(_scope: Any, _receive: Any, send: Any) -> None:
-    """Answer in place of the side-car."""
-    detail = "the side-car has as many connections as it may have. Send it again later."
-    body = http_problem(503, detail).encoded()
-    headers = [(name.encode(), value.encode()) for name, value in _headers(body)]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def _headers(body: bytes) -> list[tuple[str, str]]:
-    return [
-        ("content-type", MEDIA_TYPE),
-        ("content-length", str(len(body))),
-        ("cache-control", "no-store"),
-        ("connection", "close"),
-    ]
+            await self._stream.send(data)

@@ -4,9 +4,11 @@ import importlib
 import ipaddress
 import logging
 import os
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.executor import TwoPhaseExecutor
@@ -20,8 +22,6 @@ from rl_bridge.remote.signing import read_secret
 from rl_bridge.transports.wire.tls import TLSFiles, load_tls
 
 _LOG = logging.getLogger(__name__)
-_GRACE_S = 10
-_KEEP_ALIVE_S = 30
 
 
 class EngineServer(StrEnum):
@@ -158,32 +158,19 @@ def serve(
 
     Raises:
         WeightBridgeUnavailableError: the extra is missing, or the key, the directory or a file of
-            `tls` cannot be used.
+            `tls` cannot be used, or the address cannot be listened on.
 
     """
-    uvicorn = needed("uvicorn")
+    anyio, _ = needed("anyio"), needed("h11")
     config = config or SidecarConfig()
     secured = load_tls(tls)
-    if secured is not None:
-        _LOG.info("requests come over TLS: clients write https://")
-    elif not _is_loopback(host):
+    if secured is None and not _is_loopback(host):
         _LOG.warning("listening on %s: requests are signed, and nothing is encrypted", host)
-    app = create_app(executor, key_file=key_file, state_dir=state_dir, config=config)
-    from rl_bridge.remote.listening import make_protocol
+    app: Any = create_app(executor, key_file=key_file, state_dir=state_dir, config=config)
+    from rl_bridge.remote.listening import HTTPServer
 
-    uvicorn.run(
-        app,
-        host=host,
-        port=port,
-        http=make_protocol(config, secured),
-        access_log=False,
-        server_header=False,
-        log_level="info",
-        ws="none",
-        workers=1,  # named: without it WEB_CONCURRENCY of the environment would count
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_GRACE_S,
-    )
+    if anyio.run(HTTPServer(app, config, secured).run, host, port) is signal.SIGTERM:
+        signal.raise_signal(signal.SIGTERM)  # a step that hangs must not keep the process
 
 
 def _is_loopback(host: str) -> bool:

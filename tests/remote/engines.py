@@ -11,9 +11,11 @@ import torch
 from rl_bridge import ModuleInstallAdapter, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import EngineLost
 from rl_bridge.remote import TwoPhaseExecutor
+from rl_bridge.testing.processes import until
 from tests.helpers import weights
 
 __all__ = [
+    "BEGUN",
     "DEATH",
     "Watched",
     "dying",
@@ -23,11 +25,15 @@ __all__ = [
     "hanging",
     "over_broadcast",
     "plain",
+    "waiting",
     "writing",
 ]
 
 DEATH = Path("die-here")
 """In the side-car's working directory: where it names a step, that step is its last."""
+
+BEGUN = Path("install-has-begun")
+"""In the same directory, of an engine that waits."""
 
 _HANG_S = 30.0
 
@@ -116,6 +122,17 @@ def hanging() -> TwoPhaseExecutor:
             never.wait(_HANG_S)
 
     return executor_of(hang)
+
+
+def waiting() -> TwoPhaseExecutor:
+    """One whose install says that it has begun, and waits for the file to end."""
+
+    def wait(step: str) -> None:
+        if step == "install":
+            BEGUN.touch()
+            until(DEATH.exists, what="install may end")
+
+    return executor_of(wait)
 
 
 def writing() -> TwoPhaseExecutor:

@@ -1,19 +1,25 @@
 """Connections as a stranger makes them: by hand, unfinished, endless, and many of them."""
 
 import json
+import os
 import select
+import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 
-from rl_bridge.errors import WeightBridgeError, WeightBridgeUnavailableError
-from rl_bridge.remote import SidecarConfig
+from rl_bridge import TensorBridge
+from rl_bridge.errors import EngineLost, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.remote import RemoteEngine, SidecarConfig
 from rl_bridge.remote.signing import read_key
 from rl_bridge.testing.processes import DEADLINE_S, until
+from tests.helpers import weights
+from tests.remote.engines import BEGUN, DEATH
 from tests.remote.process import SidecarProcess, make_key
 
 MEBIBYTE = 1024 * 1024
@@ -69,18 +75,26 @@ def serves(sidecar: SidecarProcess) -> bool:
             return False
 
 
-def test_idle_connections_do_not_keep_others_out(hasty: SidecarProcess) -> None:
+BEGUN_HEAD = b"GET /status HTTP/1.1\r\nhost: x\r\nauthoriz"
+
+
+def test_a_connection_on_which_nothing_is_asked_is_told_so_and_ends(hasty: SidecarProcess) -> None:
     with ExitStack() as held:
-        silent, begun = ([held.enter_context(connected(hasty)) for _ in range(4)] for _ in "ab")
-        for link in begun:
-            link.sendall(b"GET /status HTTP/1.1\r\nhost: x\r\nauthoriz")
-        until(lambda: serves(hasty), what="the side-car serves others")
-        for link in (*silent, *begun):
+        links = [held.enter_context(connected(hasty)) for _ in range(4)]
+        for link in links[2:]:
+            link.sendall(BEGUN_HEAD)
+        for link in links:
             assert "no request came within 2 s" in problem(rest(link), 408)["detail"]
 
 
+def test_a_connection_on_which_nothing_more_is_asked_ends(hasty: SidecarProcess) -> None:
+    with connected(hasty) as link:
+        link.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        answers = rest(link)
+        assert answers.count(b"HTTP/1.1 200 ") == answers.count(b"HTTP/1.1 ") == 2
+
+
 def test_a_body_that_goes_on_after_its_refusal_ends(hasty: SidecarProcess) -> None:
-    until(lambda: serves(hasty), what="others are gone")
     with connected(hasty) as link:
         link.sendall(b"POST /updates HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999999\r\n\r\n")
         assert link.recv(65536).startswith(b"HTTP/1.1 401 ")
@@ -88,28 +102,71 @@ def test_a_body_that_goes_on_after_its_refusal_ends(hasty: SidecarProcess) -> No
         rest(link)
 
 
-def test_clients_that_read_no_answers_do_not_keep_others_out(hasty: SidecarProcess) -> None:
-    until(lambda: serves(hasty), what="others are gone")
-    with ExitStack() as held:
-        for _ in range(4):
+def body_to_come(sidecar: SidecarProcess) -> bytes:
+    """A request as far as its head, with all that can be checked of it before its body is there."""
+    given = read_key(sidecar.key_file).sign("POST", "/updates", b"", time=int(time.time()))
+    head = f"POST /updates HTTP/1.1\r\nhost: x\r\nauthorization: {given.header()}\r\n"
+    return f"{head}content-length: 999\r\n\r\n".encode()
+
+
+FLOODS: dict[str, Callable[[SidecarProcess], bytes]] = {
+    "nothing": lambda _: b"",
+    "half a head": lambda _: BEGUN_HEAD,
+    "a head without its body": body_to_come,
+    "one request": lambda _: b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n",
+    "requests whose answers are not read": lambda _: (
+        b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400
+    ),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_client_is_served_at_once_whoever_else_holds_connections(
+    flood: str, shared: SidecarProcess
+) -> None:
+    said = FLOODS[flood](shared)
+    with ExitStack() as held, shared.client() as engine:
+        for number in range(2 * SidecarConfig().max_connections + 1):
             link = held.enter_context(socket.socket())
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            link.connect(("127.0.0.1", hasty.port))
-            link.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400)
-        until(lambda: serves(hasty), what="the side-car serves others")
+            link.connect(("127.0.0.1", shared.port))
+            link.sendall(said)
+            if number % 8 == 0:
+                assert engine.status().transport == "shared-memory"
 
 
-def test_more_connections_than_allowed_are_told_so(shared: SidecarProcess) -> None:
-    with ExitStack() as held:
-        for _ in range(SidecarConfig().max_connections):
-            held.enter_context(connected(shared))
-        with (
-            shared.client() as engine,
-            pytest.raises(WeightBridgeUnavailableError, match="as many connections as it may"),
-        ):
-            engine.status()
-        problem(asked(shared, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n"), 503)
-    until(lambda: serves(shared), what="the side-car serves others")
+def is_gone(engine: RemoteEngine) -> bool:
+    try:
+        engine.status()
+    except EngineLost:
+        return True
+    except WeightBridgeUnavailableError:
+        return False
+    return False
+
+
+def test_a_connection_that_is_served_is_kept_when_others_come_and_when_the_process_ends(
+    sidecar: SidecarProcess, trainer: TensorBridge
+) -> None:
+    sidecar.start("waiting", max_connections=1)
+    manifest = trainer.publish(weights(1), weight_version=1)
+    with (
+        ExitStack() as held,
+        sidecar.client() as engine,
+        sidecar.client() as other,
+        ThreadPoolExecutor() as threads,
+    ):
+        updated = threads.submit(engine.update_weights, manifest)
+        until((sidecar.directory / BEGUN).exists, what="the commit has begun")
+        for _ in range(3):
+            held.enter_context(connected(sidecar))
+            with pytest.raises(WeightBridgeUnavailableError, match="as many connections as it may"):
+                other.status()
+        os.kill(sidecar.pid, signal.SIGTERM)
+        until(lambda: is_gone(other), what="nobody else is let in")
+        (sidecar.directory / DEATH).touch()
+        assert updated.result(DEADLINE_S).root == manifest.root
+        sidecar.died()
 
 
 MALFORMED = {

@@ -1,5 +1,6 @@
 """An engine that ends, or is started anew, while its side-car goes on."""
 
+import httpx
 import pytest
 
 from rl_bridge import TensorBridge, WeightUpdateManifest
@@ -33,6 +34,7 @@ def test_an_engine_that_is_gone_is_not_servable_until_it_gets_an_update(
             False,
             None,
         )
+        assert httpx.get(f"{sidecar.url}/readyz", trust_env=False).status_code == 503
         with pytest.raises(EngineLost, match="send it a version"):
             engine.check_servable()
         says.write_text("fresh")

@@ -64,7 +64,7 @@ def test_a_url_is_of_a_server_of_either_kind(tmp_path: Path, key_file: Path) -> 
         find_executor(url, server="sglang", api_key_file=key_file)
 
 
-@pytest.mark.parametrize("package", ["httpx", "fastapi", "uvicorn", "prometheus_client"])
+@pytest.mark.parametrize("package", ["httpx", "fastapi", "anyio", "h11", "prometheus_client"])
 def test_a_missing_package_is_named_with_its_extra(
     package: str, key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

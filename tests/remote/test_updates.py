@@ -1,5 +1,7 @@
 """Updates over HTTP into an engine in another process: the bytes by shared memory."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
 import torch
@@ -15,11 +17,11 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.testing.processes import until
+from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.testing.strategies import bytes_of
 from tests.helpers import weights
 from tests.remote.conftest import states
-from tests.remote.engines import DEATH
+from tests.remote.engines import BEGUN, DEATH
 from tests.remote.process import SidecarProcess
 
 
@@ -151,6 +153,40 @@ def test_an_install_that_fails_is_undone_and_the_engines_own_words_come_over(
         assert engine.update(second).stage == "undone"
         assert (engine.active_weight_version, engine.status().state) == (1, "serving")
         engine.update_weights(publish(trainer, 3))
+
+
+def probed(sidecar: SidecarProcess) -> tuple[int, int]:
+    """What a cluster's probes get to see, which have no key: liveness and readiness."""
+    alive, ready = (
+        httpx.get(f"{sidecar.url}{path}", trust_env=False) for path in ("/healthz", "/readyz")
+    )
+    assert alive.json() == {"ok": True}
+    if ready.is_success:
+        assert ready.json() == {"ok": True}
+    else:
+        assert "expected it to be serving" in ready.json()["detail"]
+    return alive.status_code, ready.status_code
+
+
+def test_probes_are_answered_without_a_key_and_do_not_wait_for_the_engine(
+    sidecar: SidecarProcess, trainer: TensorBridge
+) -> None:
+    sidecar.start("waiting")
+    assert probed(sidecar) == (200, 503)
+    with sidecar.client() as engine, ThreadPoolExecutor() as threads:
+        updated = threads.submit(engine.update_weights, publish(trainer, 1))
+        until((sidecar.directory / BEGUN).exists, what="the commit has begun")
+        assert probed(sidecar) == (200, 503)
+        (sidecar.directory / DEATH).touch()
+        updated.result(DEADLINE_S)
+        assert probed(sidecar) == (200, 200)
+        for path in (BEGUN, DEATH):
+            (sidecar.directory / path).unlink()
+        updated = threads.submit(engine.update_weights, publish(trainer, 2))
+        until((sidecar.directory / BEGUN).exists, what="the commit has begun")
+        assert probed(sidecar) == (200, 200)
+        (sidecar.directory / DEATH).touch()
+        updated.result(DEADLINE_S)
 
 
 def test_an_engine_that_hangs_is_told_within_the_deadline(

@@ -49,8 +49,9 @@ def become(arguments: list[str], cwd: str, log: str) -> int:
 
 
 def main() -> None:
+    import anyio  # noqa: F401 - for the side-cars
     import fastapi  # noqa: F401 - for the side-cars
-    import uvicorn  # noqa: F401 - for the side-cars
+    import h11  # noqa: F401 - for the side-cars
 
     import rl_bridge.cli  # noqa: F401 - for the side-cars
     import tests.helpers  # noqa: F401 - for the side-cars
