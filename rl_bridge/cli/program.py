@@ -3,6 +3,7 @@
 Exit codes: 0 it went well, 1 a check failed or the library refused, 2 the command was misused.
 """
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -260,6 +261,8 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
             raise typer.BadParameter(msg)
         tls = TLSFiles(cert=tls_cert, key=tls_key, ca=tls_ca)
         TLS(tls)  # before the engine is taken
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("rl_bridge").setLevel(logging.INFO)
     executor = find_executor(
         engine,
         transport=transport,
