@@ -1,14 +1,13 @@
-"""The side-car as an ASGI application: description, metrics, deadlines, engine thread, routes.
+"""The side-car as an ASGI application: description, metrics, steps, routes.
 
-Every step of the engine runs in the same thread and has a deadline. An update that waits too long
-for its next step is aborted. Needs the extra ``remote``.
+Needs the extra ``remote``.
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import cache
@@ -17,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, StringConstraints
@@ -48,15 +47,25 @@ _SIGNED = (
 )
 
 
-def manifest_body() -> dict[str, Any]:
-    """The body of an update, for the description: we read it ourselves, not FastAPI."""
-    fields = {
-        "format": {"type": "string", "const": "rl_bridge.manifest/3"},
-        "header": {"type": "object"},
-        "layout": {"type": "object"},
+# The body of an update, for the description: we read it ourselves, not FastAPI.
+MANIFEST_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "format": {"type": "string", "const": "rl_bridge.manifest/3"},
+                        "header": {"type": "object"},
+                        "layout": {"type": "object"},
+                    },
+                    "required": ["format", "header"],
+                }
+            }
+        },
     }
-    schema = {"type": "object", "properties": fields, "required": ["format", "header"]}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+}
 
 
 def describe_app(app: Any) -> dict[str, Any]:
@@ -166,79 +175,38 @@ class Metrics:
         return bytes(generate_latest(self._registry))
 
 
-# ---- the deadline of an update that waits for its next step --------------------------------------
+# ---- the steps -----------------------------------------------------------------------------------
 
+T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
-class Waiting:
-    """Aborts an update whose next step nobody asks for in time. For one event loop."""
+class _Steps:
+    """Takes the steps of one side-car: one at a time, each with a deadline, always in one thread.
 
-    def __init__(self, hold_s: float, expire: Callable[[str, float], Awaitable[None]]) -> None:
-        """Begin without an update.
-
-        Args:
-            hold_s: how long an update may wait.
-            expire: aborts it.
-
-        """
-        self._hold_s, self._expire = hold_s, expire
-        self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self, update_id: str | None) -> None:
-        """Let an update wait, in place of the one that waited before."""
-        self.stop()
-        if update_id is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._hold_s, self._start, update_id)
-
-    def stop(self) -> None:
-        """Let nothing wait any longer."""
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.cancel()
-
-    def _start(self, update_id: str) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(update_id))
-
-    async def _run(self, update_id: str) -> None:
-        try:
-            await self._expire(update_id, self._hold_s)
-            _LOG.warning("update %s waited for %g s and is aborted", update_id, self._hold_s)
-        except WeightBridgeUnavailableError:
-            self.begin(update_id)  # busy with it right now, and perhaps nobody waits for the end
-        except WeightBridgeError as error:
-            _LOG.info("update %s did not expire: %s", update_id, error)
-
-
-# ---- one step of the engine at a time, in one thread, each with a deadline -----------------------
-
-T = TypeVar("T")
-
-
-class Worker:
-    """Takes steps, always in the same thread: some engines must be called in one thread only.
+    Some engines must be called in one thread only. An update whose next step nobody asks for in
+    time is aborted.
 
     Attributes:
         busy: the step that is under way; None if there is none.
 
     """
 
-    def __init__(self, *, timeout_s: float, took: Callable[[str, float, str], None]) -> None:
-        """Start without a thread; the first step makes it.
-
-        Args:
-            timeout_s: deadline of a step.
-            took: called with each step, the seconds that it took, and its outcome.
-
-        """
+    def __init__(self, sidecar: Sidecar, config: SidecarConfig, metrics: Metrics) -> None:
         self.busy: str | None = None
-        self._timeout_s, self._took = timeout_s, took
+        self._sidecar, self._config, self._metrics = sidecar, config, metrics
+        self._expiry: asyncio.Task[None] | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-bridge-sidecar")
 
-    async def do(self, name: str, step: Callable[[], T]) -> T:
-        """Take a step, or raise at the deadline while it goes on.
+    async def start(self) -> None:
+        """Bring the engine back to where it was."""
+        try:
+            await self._do("recover", self._sidecar.start)
+        except DeadlineExceeded:
+            _LOG.exception("the start goes on; until it is over, steps are refused")
+
+    async def take(self, name: str, step: Callable[[], UpdateView]) -> UpdateView:
+        """Take a step, or raise at its deadline while it goes on; then wait for the next one.
 
         Raises:
             WeightBridgeUnavailableError: another one is under way.
@@ -246,6 +214,23 @@ class Worker:
             Exception: the step's own.
 
         """
+        try:
+            view = await self._do(name, step)
+        finally:
+            self._stop_waiting()
+            update_id = self._sidecar.executor.pending_weight_update_id
+            if update_id is not None:
+                self._expiry = asyncio.create_task(self._expire(update_id))
+        if view.acknowledgement is not None:
+            self._metrics.phases(view.acknowledgement.timings_ms)
+        return view
+
+    def close(self) -> None:
+        """Take no more steps; one that hangs is left to hang."""
+        self._stop_waiting()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _do(self, name: str, step: Callable[[], T]) -> T:
         if self.busy is not None:
             msg = (
                 f"cannot {name} now: the side-car is busy with {self.busy}. Wait until GET /status "
@@ -256,18 +241,15 @@ class Worker:
         start = time.monotonic()
         future = asyncio.get_running_loop().run_in_executor(self._pool, step)
         future.add_done_callback(lambda done: self._over(name, start, done))
-        await asyncio.wait([future], timeout=self._timeout_s)
+        timeout_s = self._config.step_timeout_s
+        await asyncio.wait([future], timeout=timeout_s)
         if not future.done():
             msg = (
-                f"the engine did not {name} within {self._timeout_s:g} s, and may still do it. "
-                "Ask GET /status, which says when it is over."
+                f"the engine did not {name} within {timeout_s:g} s, and may still do it. Ask GET "
+                "/status, which says when it is over."
             )
             raise DeadlineExceeded(msg)
         return future.result()
-
-    def close(self) -> None:
-        """Take no more steps; one that hangs is left to hang."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _over(self, name: str, start: float, done: "asyncio.Future[T]") -> None:
         self.busy = None
@@ -277,7 +259,29 @@ class Worker:
         if error is not None:
             _LOG.warning("could not %s: %s: %s", name, type(error).__name__, error)
         outcome = "ok" if error is None else type(error).__name__
-        self._took(name.split(maxsplit=1)[0], time.monotonic() - start, outcome)
+        step = name.split(maxsplit=1)[0]
+        self._metrics.took(step, time.monotonic() - start, outcome)
+
+    def _stop_waiting(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    async def _expire(self, update_id: str) -> None:
+        hold_s, is_over = self._config.hold_s, False
+        reason = f"no next step came within {hold_s:g} s"
+        while not is_over:
+            await asyncio.sleep(hold_s)
+            try:
+                await self._do(
+                    f"expire update {update_id}", lambda: self._sidecar.abort(update_id, reason)
+                )
+                _LOG.warning("update %s is aborted: %s", update_id, reason)
+                is_over = True
+            except WeightBridgeUnavailableError:
+                pass  # busy with it right now, and perhaps nobody waits for the end
+            except WeightBridgeError as error:
+                _LOG.info("update %s did not expire: %s", update_id, error)
+                is_over = True
 
 
 # ---- the routes ----------------------------------------------------------------------------------
@@ -301,89 +305,6 @@ class Health(BaseModel):
     ok: Literal[True] = True
 
 
-class _Routes:
-    """The routes of one side-car."""
-
-    def __init__(self, sidecar: Sidecar, config: SidecarConfig, metrics: Metrics) -> None:
-        self._sidecar, self._metrics = sidecar, metrics
-        self.worker = Worker(timeout_s=config.step_timeout_s, took=metrics.took)
-        self._waiting = Waiting(config.hold_s, self._expire)
-
-    async def post_update(self, request: Request) -> UpdateView:
-        """Import the update of a manifest and verify every byte; the engine is not asked."""
-        text = await request.body()
-        return await self._step("import a manifest", lambda: self._sidecar.bring(text))
-
-    async def get_update(self, update_id: UpdateId) -> UpdateView:
-        """What became of an update."""
-        return self._sidecar.update(update_id)
-
-    async def prepare(self, update_id: UpdateId) -> UpdateView:
-        """Find every reason to refuse the update; the engine serves on, untouched."""
-        return await self._step(
-            f"prepare update {update_id}", lambda: self._sidecar.prepare(update_id)
-        )
-
-    async def commit(self, update_id: UpdateId) -> UpdateView:
-        """Install, prove and acknowledge the prepared update, or leave everything as it was."""
-        return await self._step(
-            f"commit update {update_id}", lambda: self._sidecar.commit(update_id)
-        )
-
-    async def abort(self, update_id: UpdateId, body: AbortBody | None = None) -> UpdateView:
-        """Abort an update that is not committed; the engine is what it was."""
-        reason = (body or AbortBody()).reason
-        return await self._step(
-            f"abort update {update_id}", lambda: self._sidecar.abort(update_id, reason)
-        )
-
-    async def status(self) -> Status:
-        """Where the engine stands."""
-        return self._sidecar.status().model_copy(update={"busy": self.worker.busy})
-
-    async def healthz(self) -> Health:
-        """Whether the side-car answers; the engine is not asked."""
-        return Health()
-
-    async def readyz(self) -> Response | Health:
-        """Whether the engine may answer requests, as its last step left it; 503 if not."""
-        status = self._sidecar.status()
-        if status.servable:
-            return Health()
-        detail = f"the engine is {status.state}, expected it to be serving. Send it an update."
-        return _answer(http_problem(503, detail))
-
-    async def metrics(self) -> Response:
-        """Figures for Prometheus."""
-        return Response(self._metrics.text(self._sidecar.status()), media_type=CONTENT_TYPE)
-
-    async def start(self) -> None:
-        """Bring the engine back to where it was."""
-        try:
-            await self.worker.do("recover", self._sidecar.start)
-        except DeadlineExceeded:
-            _LOG.exception("the start goes on; until it is over, steps are refused")
-
-    def close(self) -> None:
-        """Take no more steps."""
-        self._waiting.stop()
-        self.worker.close()
-
-    async def _step(self, name: str, step: Callable[[], UpdateView]) -> UpdateView:
-        try:
-            view = await self.worker.do(name, step)
-        finally:
-            self._waiting.begin(self._sidecar.executor.pending_weight_update_id)
-        if view.acknowledgement is not None:
-            self._metrics.phases(view.acknowledgement.timings_ms)
-        return view
-
-    async def _expire(self, update_id: str, waited_s: float) -> None:
-        reason = f"no next step came within {waited_s:g} s"
-        name = f"expire update {update_id}"
-        await self.worker.do(name, lambda: self._sidecar.abort(update_id, reason))
-
-
 def create_app(
     executor: TwoPhaseExecutor,
     *,
@@ -399,21 +320,22 @@ def create_app(
     metrics = Metrics()
     try:
         nonces = NonceBook(directory, max_skew_s=config.max_skew_s, now=time.time())
-        routes = _Routes(Sidecar(executor, Ledger(directory)), config, metrics)
+        sidecar = Sidecar(executor, Ledger(directory))
     except BaseException:
         directory.close()
         raise
+    steps = _Steps(sidecar, config, metrics)
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
-        await routes.start()
+        await steps.start()
         try:
             yield
         finally:
-            routes.close()
+            steps.close()
             directory.close()
 
-    app: Any = FastAPI(
+    app = FastAPI(
         title="rl_bridge side-car",
         version=_API_VERSION,
         lifespan=lambda _app: lifespan(),
@@ -421,9 +343,16 @@ def create_app(
         docs_url="/docs",
         redirect_slashes=False,  # to where a stranger's Host header says
         separate_input_output_schemas=False,
+        # Every other exception reaches the gate, which answers with a problem document.
+        exception_handlers={
+            RequestValidationError: _not_as_described,
+            HTTPException: _not_routed,
+        },
     )
-    _route(app, routes)
-    app.openapi = cache(lambda: describe_app(app))  # made once: strangers may ask for it
+    _add_updates(app, sidecar, steps)
+    _add_views(app, sidecar, steps, metrics)
+    describe = cache(lambda: describe_app(app))  # made once: strangers may ask for it
+    app.openapi = describe  # type: ignore[method-assign]
     return Gate(
         app,
         key=key,
@@ -434,35 +363,64 @@ def create_app(
     )
 
 
-def _route(app: Any, routes: _Routes) -> None:
-    one = "/updates/{update_id}"
-    app.add_api_route(
-        "/updates",
-        routes.post_update,
-        methods=["POST"],
-        status_code=201,
-        response_model=UpdateView,
-        openapi_extra=manifest_body(),
-    )
-    app.add_api_route(one, routes.get_update, methods=["GET"], response_model=UpdateView)
-    for name in ("prepare", "commit", "abort"):
-        endpoint = getattr(routes, name)
-        app.add_api_route(
-            f"{one}/{name}", endpoint, methods=["POST"], response_model=UpdateView, name=name
-        )
-    app.add_api_route("/status", routes.status, methods=["GET"], response_model=Status)
-    app.add_api_route("/healthz", routes.healthz, methods=["GET"], response_model=Health)
-    app.add_api_route("/readyz", routes.readyz, methods=["GET"], response_model=Health)
-    app.add_api_route(
-        "/metrics",
-        routes.metrics,
-        methods=["GET"],
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-    )
-    app.add_exception_handler(RequestValidationError, _not_as_described)
-    app.add_exception_handler(HTTPException, _not_routed)
-    # Every other exception reaches the gate, which answers with a problem document.
+# The docstrings of the routes are in the description.
+
+
+def _add_updates(app: FastAPI, sidecar: Sidecar, steps: _Steps) -> None:
+
+    @app.post("/updates", status_code=201, openapi_extra=MANIFEST_BODY)
+    async def post_update(request: Request) -> UpdateView:
+        """Import the update of a manifest and verify every byte; the engine is not asked."""
+        text = await request.body()
+        return await steps.take("import a manifest", lambda: sidecar.bring(text))
+
+    @app.get("/updates/{update_id}")
+    async def get_update(update_id: UpdateId) -> UpdateView:
+        """What became of an update."""
+        return sidecar.update(update_id)
+
+    @app.post("/updates/{update_id}/prepare")
+    async def prepare(update_id: UpdateId) -> UpdateView:
+        """Find every reason to refuse the update; the engine serves on, untouched."""
+        return await steps.take(f"prepare update {update_id}", lambda: sidecar.prepare(update_id))
+
+    @app.post("/updates/{update_id}/commit")
+    async def commit(update_id: UpdateId) -> UpdateView:
+        """Install, prove and acknowledge the prepared update, or leave everything as it was."""
+        return await steps.take(f"commit update {update_id}", lambda: sidecar.commit(update_id))
+
+    @app.post("/updates/{update_id}/abort")
+    async def abort(update_id: UpdateId, body: AbortBody | None = None) -> UpdateView:
+        """Abort an update that is not committed; the engine is what it was."""
+        reason = (body or AbortBody()).reason
+        name = f"abort update {update_id}"
+        return await steps.take(name, lambda: sidecar.abort(update_id, reason))
+
+
+def _add_views(app: FastAPI, sidecar: Sidecar, steps: _Steps, metrics: Metrics) -> None:
+    @app.get("/status")
+    async def status() -> Status:
+        """Where the engine stands."""
+        return sidecar.status().model_copy(update={"busy": steps.busy})
+
+    @app.get("/healthz")
+    async def healthz() -> Health:
+        """Whether the side-car answers; the engine is not asked."""
+        return Health()
+
+    @app.get("/readyz")
+    async def readyz() -> Health:
+        """Whether the engine may answer requests, as its last step left it; 503 if not."""
+        found = sidecar.status()
+        if not found.servable:
+            msg = f"the engine is {found.state}, expected it to be serving. Send it an update."
+            raise WeightBridgeUnavailableError(msg)
+        return Health()
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def figures() -> Response:
+        """Figures for Prometheus."""
+        return Response(metrics.text(sidecar.status()), media_type=CONTENT_TYPE)
 
 
 async def _not_as_described(_request: Request, error: Exception) -> Response:

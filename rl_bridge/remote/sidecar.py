@@ -7,8 +7,6 @@ next update, and the status says so.
 """
 
 import logging
-import threading
-from collections import OrderedDict
 from typing import Final
 
 from rl_bridge.bridge.executor import TwoPhaseExecutor
@@ -44,8 +42,7 @@ class Sidecar:
         self.executor = executor
         self._ledger = ledger
         self._recovery = Recovery()
-        self._lock = threading.Lock()  # of what `status` reads
-        self._known: OrderedDict[str, UpdateView] = OrderedDict()
+        self._known: dict[str, UpdateView] = {}
         self._manifest: WeightUpdateManifest | None = None
         self._lost = ""
 
@@ -87,8 +84,6 @@ class Sidecar:
             version = None
         state = "torn" if is_torn else "lost" if lost else "empty" if version is None else "serving"
         bridge = executor.bridge
-        with self._lock:
-            pending = self._known.get(pending_id or "")
         is_active = ack is not None and ack.weight_version == version
         return Status.model_validate(
             {
@@ -98,7 +93,7 @@ class Sidecar:
                 "active_weight_version": version,
                 "active_update_id": None if lost else executor.active_weight_update_id,
                 "active_root": ack.root if ack is not None and is_active else None,
-                "pending": pending,
+                "pending": self._known.get(pending_id or ""),
                 "transport": bridge.transport if isinstance(bridge, TensorBridge) else "",
                 "recovery": self._recovery,
                 "last_acknowledgement": ack,
@@ -140,7 +135,7 @@ class Sidecar:
             Exception: the adapter's own.
 
         """
-        known, manifest = self._waiting(update_id, "prepare", also="prepared")
+        known, manifest = self._waiting(update_id, "prepare")
         if known.stage == "prepared":
             return known
         self._look_at_engine()
@@ -171,7 +166,7 @@ class Sidecar:
                 return known
             msg = f"update {update_id} was committed, and is not active any more. Send a later one."
             raise StaleUpdate(msg)
-        known, manifest = self._waiting(update_id, "commit", also="prepared")
+        known, manifest = self._waiting(update_id, "commit")
         if known.stage != "prepared":
             msg = (
                 f"version {known.weight_version} (update {update_id}) is {known.stage}, expected "
@@ -203,7 +198,7 @@ class Sidecar:
             raise IllegalTransition(msg)
         if known is not None and known.stage not in {"imported", "prepared"}:
             return known
-        _, manifest = self._waiting(update_id, "abort", also="prepared")
+        _, manifest = self._waiting(update_id, "abort")
         self.executor.abort_weights(update_id, reason)
         return self._ended(manifest, "aborted", reason)
 
@@ -214,8 +209,7 @@ class Sidecar:
             UnknownUpdate: nothing is known of it here.
 
         """
-        with self._lock:
-            known = self._known.get(update_id)
+        known = self._known.get(update_id)
         if known is None:
             raise UnknownUpdate(_unknown(update_id, self.executor.pending_weight_update_id))
         return known
@@ -267,15 +261,13 @@ class Sidecar:
         waits = self.executor.pending_weight_update_id == manifest.update_id
         return waits and self._manifest == manifest
 
-    def _waiting(
-        self, update_id: str, verb: str, *, also: Stage
-    ) -> tuple[UpdateView, WeightUpdateManifest]:
+    def _waiting(self, update_id: str, verb: str) -> tuple[UpdateView, WeightUpdateManifest]:
         """The pending update, which must be this one."""
         pending, manifest = self.executor.pending_weight_update_id, self._manifest
         known = self._known.get(update_id)
         if known is None:
             raise UnknownUpdate(_unknown(update_id, pending))
-        if known.stage not in {"imported", also} or pending != update_id or manifest is None:
+        if known.stage not in {"imported", "prepared"} or pending != update_id or manifest is None:
             msg = (
                 f"version {known.weight_version} (update {update_id}) is {known.stage}"
                 f"{': ' if known.reason else ''}{known.reason}. There is nothing to {verb}: send a "
@@ -341,11 +333,9 @@ class Sidecar:
             reason=reason,
             acknowledgement=ack,
         )
-        with self._lock:
-            self._known[manifest.update_id] = view
-            self._known.move_to_end(manifest.update_id)
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+        self._known[manifest.update_id] = view
+        if len(self._known) > _REMEMBERED:
+            del self._known[next(iter(self._known))]
         return view
 
 
