@@ -17,6 +17,7 @@ from urllib.parse import unquote
 import anyio
 import h11
 from anyio.abc import Listener, SocketAttribute, SocketStream, TaskGroup
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.remote.config import SidecarConfig
@@ -212,6 +213,7 @@ class _Connection:
             return {"type": "http.disconnect"}
         if isinstance(event, h11.Data):
             return {"type": "http.request", "body": bytes(event.data), "more_body": True}
+        await checkpoint_if_cancelled()  # it may have lost its place while the last bytes came
         self._server.work(self)
         return {"type": "http.request", "body": b"", "more_body": False}
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -181,6 +182,39 @@ MALFORMED = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_request_gets_a_problem_document(name: str, shared: SidecarProcess) -> None:
     assert "Expected HTTP/1.1" in problem(asked(shared, MALFORMED[name]), 400)["detail"]
+
+
+HEALTHZ = b" /healthz HTTP/1.1\r\nhost: x\r\n"
+SPOKEN = {
+    "a head alone": (b"HEAD" + HEALTHZ + END, rb"HTTP/1.1 405 [^{]*\r\n\r\n"),
+    "an older version": (b"GET /healthz HTTP/1.0\r\n\r\n", rb"HTTP/1.1 200 .*}"),
+    "one after the other": (
+        b"GET" + HEALTHZ + b"\r\nGET" + HEALTHZ + END,
+        rb"HTTP/1.1 200 .*}HTTP/1.1 200 .*}",
+    ),
+    "a body in chunks": (
+        b"GET" + HEALTHZ + b"transfer-encoding: chunked\r\n" + END + b"2\r\n{}\r\n0\r\n\r\n",
+        rb"HTTP/1.1 200 .*}",
+    ),
+    "chunks that are none": (
+        b"GET" + HEALTHZ + b"transfer-encoding: chunked\r\n" + END + b"x\r\n",
+        rb"HTTP/1.1 400 .*went away.*}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_http_is_spoken_with(name: str, shared: SidecarProcess) -> None:
+    said, expected = SPOKEN[name]
+    assert re.fullmatch(expected, asked(shared, said), re.DOTALL)
+
+
+def test_a_body_that_waits_to_be_asked_for_is_asked_for(shared: SidecarProcess) -> None:
+    with connected(shared) as link:
+        link.sendall(b"GET" + HEALTHZ + b"content-length: 2\r\nexpect: 100-continue\r\n" + END)
+        assert link.recv(65536).startswith(b"HTTP/1.1 100 ")
+        link.sendall(b"{}")
+        assert rest(link).startswith(b"HTTP/1.1 200 ")
 
 
 def test_strangers_write_no_lines_of_their_own_into_the_log(shared: SidecarProcess) -> None:

@@ -1,5 +1,6 @@
 """`rl-bridge sidecar` and what it is made of: engines that are none, packages that are missing."""
 
+import socket
 import sys
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(WeightBridgeUnavailableError, match=r"pip install 'rl-bridge\[remote\]'"):
         make()
+
+
+def test_an_address_that_is_taken_is_told(key_file: Path, tmp_path: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        TwoPhaseExecutor(weight_transport="local-clone") as executor,
+    ):
+        port = taken.getsockname()[1]
+        with pytest.raises(WeightBridgeUnavailableError, match="cannot listen on .*Choose another"):
+            serve(executor, key_file=key_file, state_dir=tmp_path / "state", port=port)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8471", "ftp://a", "http://", "http://a?b=c"])
