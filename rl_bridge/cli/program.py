@@ -3,7 +3,6 @@
 Exit codes: 0 it went well, 1 a check failed or the library refused, 2 the command was misused.
 """
 
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from rl_bridge.cli.certs import certs
 from rl_bridge.cli.doctor import doctor
 from rl_bridge.cli.inspect import inspect
 from rl_bridge.cli.screen import plain, say_error, say_json, screen, size, version
+from rl_bridge.cli.sidecar import sidecar
 from rl_bridge.cli.verify import verify
 from rl_bridge.demo.rollout import Engine
 from rl_bridge.demo.run import DEFAULT_STEPS, run_demo
@@ -28,9 +28,6 @@ from rl_bridge.demo.trainer import MIN_STEPS
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.manifest.canonical import problem_words
 from rl_bridge.memory.segment import sweep
-from rl_bridge.remote import SidecarConfig, serve
-from rl_bridge.remote.serve import EngineServer, find_executor
-from rl_bridge.transports.wire.tls import TLS, TLSFiles
 
 
 def demo(
@@ -140,150 +137,6 @@ def gc(
     done = "Would remove" if dry_run else "Removed"
     noun = "segment" if len(swept) == 1 else "segments"
     out.print(f"{done} {len(swept)} {noun}, {size(total)}, from {where}.", markup=False)
-
-
-_DEFAULTS = SidecarConfig()
-
-
-def sidecar(  # noqa: PLR0917 - typer calls it by name
-    engine: Annotated[
-        str,
-        typer.Argument(
-            metavar="ENGINE",
-            show_default=False,
-            help="A server's URL, or module:function that makes a TwoPhaseExecutor.",
-        ),
-    ],
-    key_file: Annotated[
-        Path,
-        typer.Option(
-            "--key-file",
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-            help="The key that is shared with the trainer: 32 bytes or more, mode 0600.",
-        ),
-    ],
-    state_dir: Annotated[
-        Path,
-        typer.Option(
-            "--state-dir",
-            file_okay=False,
-            show_default=False,
-            help="What it must remember over a restart; a directory of its own.",
-        ),
-    ],
-    host: Annotated[
-        str,
-        typer.Option(help="Address to listen on. Without TLS, requests are signed, not encrypted."),
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8471,
-    transport: Annotated[
-        str, typer.Option(help="Transport of the bytes, if the engine is a URL.")
-    ] = "shared-memory",
-    server: Annotated[
-        EngineServer, typer.Option(help="Kind of server at the URL: vllm or sglang.")
-    ] = EngineServer.VLLM,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--api-key-file",
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-            help="The key that SGLang's server asks for, its admin's if it has one; mode 0600.",
-        ),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-cert",
-            dir_okay=False,
-            show_default=False,
-            help="For TLS: this side-car's certificate, which names its host.",
-        ),
-    ] = None,
-    tls_key: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-key",
-            dir_okay=False,
-            show_default=False,
-            help="For TLS: the key of this certificate.",
-        ),
-    ] = None,
-    tls_ca: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-ca",
-            dir_okay=False,
-            show_default=False,
-            help="For TLS: the authority that signed the clients' certificates.",
-        ),
-    ] = None,
-    take_over: Annotated[
-        bool,
-        typer.Option(
-            "--take-over",
-            help="Take the engine from a driver that has it, such as a side-car that died.",
-        ),
-    ] = False,
-    hold_s: Annotated[
-        float,
-        typer.Option(min=0.001, help="Seconds that an update may wait for its next step."),
-    ] = _DEFAULTS.hold_s,
-    step_timeout_s: Annotated[
-        float, typer.Option(min=0.001, help="Seconds in which each step is answered.")
-    ] = _DEFAULTS.step_timeout_s,
-    body_timeout_s: Annotated[
-        float, typer.Option(min=0.001, help="Seconds in which each request must have arrived.")
-    ] = _DEFAULTS.body_timeout_s,
-    max_connections: Annotated[
-        int, typer.Option(min=1, help="Connections at once; more are turned away.")
-    ] = _DEFAULTS.max_connections,
-) -> None:
-    """Stand beside an engine and take its updates over HTTP.
-
-    Each request is signed with a shared key. The bytes come by the transport that trainer and
-    engine share; /metrics is for Prometheus, /openapi.json describes the rest. Killed at any point,
-    it brings the engine back at its next start, or says that it has no version.
-    """
-    config = SidecarConfig(
-        hold_s=hold_s,
-        step_timeout_s=step_timeout_s,
-        body_timeout_s=body_timeout_s,
-        max_connections=max_connections,
-    )
-    tls = None
-    if tls_cert or tls_key or tls_ca:
-        if not (tls_cert and tls_key and tls_ca):
-            msg = "expected --tls-cert, --tls-key and --tls-ca together. Give all three, or none."
-            raise typer.BadParameter(msg)
-        tls = TLSFiles(cert=tls_cert, key=tls_key, ca=tls_ca)
-        TLS(tls)  # before the engine is taken
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("rl_bridge").setLevel(logging.INFO)
-    executor = find_executor(
-        engine,
-        transport=transport,
-        server=server,
-        api_key_file=api_key_file,
-        timeout_s=step_timeout_s,
-    )
-    if take_over:
-        executor.recover()
-    try:
-        serve(
-            executor,
-            key_file=key_file,
-            state_dir=state_dir,
-            host=host,
-            port=port,
-            config=config,
-            tls=tls,
-        )
-    finally:
-        executor.close()
 
 
 class _Command(TyperCommand):

@@ -10,13 +10,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
+from fastapi.security import APIKeyHeader
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, StringConstraints
@@ -26,7 +25,7 @@ from rl_bridge.bridge.executor import TwoPhaseExecutor, require_two_phase
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import problem_words
 from rl_bridge.remote.config import SidecarConfig
-from rl_bridge.remote.gate import OPEN_PATHS, Gate
+from rl_bridge.remote.gate import Gate
 from rl_bridge.remote.problems import MEDIA_TYPE, STATUSES, Problem, http_problem
 from rl_bridge.remote.sidecar import Sidecar
 from rl_bridge.remote.signing import SCHEME, read_key
@@ -47,63 +46,38 @@ _SIGNED = (
 )
 
 
-# The body of an update, for the description: we read it ourselves, not FastAPI.
-MANIFEST_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "format": {"type": "string", "const": "rl_bridge.manifest/3"},
-                        "header": {"type": "object"},
-                        "layout": {"type": "object"},
-                    },
-                    "required": ["format", "header"],
-                }
-            }
-        },
-    }
+_MANIFEST = {
+    "type": "object",
+    "properties": {
+        "format": {"type": "string", "const": "rl_bridge.manifest/3"},
+        "header": {"type": "object"},
+        "layout": {"type": "object"},
+    },
+    "required": ["format", "header"],
+}
+# FastAPI does not read the body of an update: we do.
+_MANIFEST_BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": _MANIFEST}}}
+}
+_SIGNATURE = APIKeyHeader(
+    name="Authorization", scheme_name="signature", description=_SIGNED, auto_error=False
+)
+_PROBLEM = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"description": meaning, "content": _PROBLEM} for status, meaning in STATUSES.items()
 }
 
 
-def describe_app(app: Any) -> dict[str, Any]:
-    """Describe an application's routes.
-
-    Args:
-        app: FastAPI's, with all its routes.
-
-    """
-    document: dict[str, Any] = get_openapi(
-        title=app.title, version=app.version, description=_ABOUT, routes=app.routes
-    )
-    components = document.setdefault("components", {})
-    schemas = components.setdefault("schemas", {})
-    for unused in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(unused, None)
-    schemas["Problem"] = Problem.model_json_schema()
-    components["securitySchemes"] = {
-        "signature": {
-            "type": "apiKey",
-            "in": "header",
-            "name": "Authorization",
-            "description": _SIGNED,
-        }
-    }
-    problem = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
-    for path, methods in document["paths"].items():
-        for operation in methods.values():
-            for status, meaning in STATUSES.items():
-                operation["responses"][str(status)] = {"description": meaning, "content": problem}
-            if path not in OPEN_PATHS:
-                operation["security"] = [{"signature": []}]
-    return document
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Describe the routes, and the problem documents, which are no route's model."""
+        document = super().openapi()  # made once: strangers may ask for it
+        document["components"]["schemas"]["Problem"] = Problem.model_json_schema()
+        return document
 
 
 # ---- metrics for Prometheus, in a registry of their own ------------------------------------------
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
@@ -335,7 +309,9 @@ def create_app(
             steps.close()
             directory.close()
 
-    app = FastAPI(
+    app = _App(
+        description=_ABOUT,
+        responses=_REFUSALS,
         title="rl_bridge side-car",
         version=_API_VERSION,
         lifespan=lambda _app: lifespan(),
@@ -349,10 +325,8 @@ def create_app(
             HTTPException: _not_routed,
         },
     )
-    _add_updates(app, sidecar, steps)
-    _add_views(app, sidecar, steps, metrics)
-    describe = cache(lambda: describe_app(app))  # made once: strangers may ask for it
-    app.openapi = describe  # type: ignore[method-assign]
+    app.include_router(_signed_routes(sidecar, steps))
+    app.include_router(_open_routes(sidecar, metrics))
     return Gate(
         app,
         key=key,
@@ -366,49 +340,55 @@ def create_app(
 # The docstrings of the routes are in the description.
 
 
-def _add_updates(app: FastAPI, sidecar: Sidecar, steps: _Steps) -> None:
+def _signed_routes(sidecar: Sidecar, steps: _Steps) -> APIRouter:
+    # The gate checks the signature; here it is only described.
+    router = APIRouter(dependencies=[Security(_SIGNATURE)])
 
-    @app.post("/updates", status_code=201, openapi_extra=MANIFEST_BODY)
+    @router.post("/updates", status_code=201, openapi_extra=_MANIFEST_BODY)
     async def post_update(request: Request) -> UpdateView:
         """Import the update of a manifest and verify every byte; the engine is not asked."""
         text = await request.body()
         return await steps.take("import a manifest", lambda: sidecar.bring(text))
 
-    @app.get("/updates/{update_id}")
+    @router.get("/updates/{update_id}")
     async def get_update(update_id: UpdateId) -> UpdateView:
         """What became of an update."""
         return sidecar.update(update_id)
 
-    @app.post("/updates/{update_id}/prepare")
+    @router.post("/updates/{update_id}/prepare")
     async def prepare(update_id: UpdateId) -> UpdateView:
         """Find every reason to refuse the update; the engine serves on, untouched."""
         return await steps.take(f"prepare update {update_id}", lambda: sidecar.prepare(update_id))
 
-    @app.post("/updates/{update_id}/commit")
+    @router.post("/updates/{update_id}/commit")
     async def commit(update_id: UpdateId) -> UpdateView:
         """Install, prove and acknowledge the prepared update, or leave everything as it was."""
         return await steps.take(f"commit update {update_id}", lambda: sidecar.commit(update_id))
 
-    @app.post("/updates/{update_id}/abort")
+    @router.post("/updates/{update_id}/abort")
     async def abort(update_id: UpdateId, body: AbortBody | None = None) -> UpdateView:
         """Abort an update that is not committed; the engine is what it was."""
         reason = (body or AbortBody()).reason
         name = f"abort update {update_id}"
         return await steps.take(name, lambda: sidecar.abort(update_id, reason))
 
-
-def _add_views(app: FastAPI, sidecar: Sidecar, steps: _Steps, metrics: Metrics) -> None:
-    @app.get("/status")
+    @router.get("/status")
     async def status() -> Status:
         """Where the engine stands."""
         return sidecar.status().model_copy(update={"busy": steps.busy})
 
-    @app.get("/healthz")
+    return router
+
+
+def _open_routes(sidecar: Sidecar, metrics: Metrics) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/healthz")
     async def healthz() -> Health:
         """Whether the side-car answers; the engine is not asked."""
         return Health()
 
-    @app.get("/readyz")
+    @router.get("/readyz")
     async def readyz() -> Health:
         """Whether the engine may answer requests, as its last step left it; 503 if not."""
         found = sidecar.status()
@@ -417,10 +397,12 @@ def _add_views(app: FastAPI, sidecar: Sidecar, steps: _Steps, metrics: Metrics) 
             raise WeightBridgeUnavailableError(msg)
         return Health()
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def figures() -> Response:
         """Figures for Prometheus."""
-        return Response(metrics.text(sidecar.status()), media_type=CONTENT_TYPE)
+        return Response(metrics.text(sidecar.status()), media_type=CONTENT_TYPE_LATEST)
+
+    return router
 
 
 async def _not_as_described(_request: Request, error: Exception) -> Response:

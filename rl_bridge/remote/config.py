@@ -20,8 +20,9 @@ class SidecarConfig:
         step_timeout_s: an import, a prepare, a commit or an abort is answered within this time; the
             engine may go on with it, and the status says when that is over.
         hold_s: an update that waits so long for its next step is aborted: its trainer is gone.
-        max_connections: open at once; more are turned away. All of their bodies together may have
-            twice `max_body_nbytes`.
+        max_connections: open at once; one more ends the one that is idle longest, or is turned away
+            where all are being served. All of their bodies together may have twice
+            `max_body_nbytes`.
 
     Raises:
         ValueError: one of them is no positive number.

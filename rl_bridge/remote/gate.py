@@ -7,20 +7,16 @@ anything looks at it; checks signature, time and nonce; and signs the answer.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl_bridge.errors import SignatureRefused, WeightBridgeError
 from rl_bridge.remote.config import SidecarConfig
 from rl_bridge.remote.problems import MEDIA_TYPE, Problem, http_problem, problem_of
 from rl_bridge.remote.signing import ANSWER_HEADER, SCHEME, Credentials, Key
 from rl_bridge.remote.state import NonceBook
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
 """Read without a signature: they tell no weights and change nothing."""
@@ -48,7 +44,7 @@ class Gate:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         *,
         key: Key,
         nonces: NonceBook,
@@ -72,7 +68,7 @@ class Gate:
         self.lifespan = lifespan
         self._num_coming = 0  # bytes of bodies that are not whole yet
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request, or the start and end of the server."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
@@ -103,7 +99,7 @@ class Gate:
         self._answered(scope["method"], answer.status)
         await answer.send(self._key, signed_for)
 
-    def _credentials(self, scope: Message) -> Credentials:
+    def _credentials(self, scope: Scope) -> Credentials:
         """Check them before the body is read: that of a stranger is not."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         header = b"; ".join(given).decode("latin-1") if given else None
@@ -118,7 +114,7 @@ class Gate:
         else:  # need not outlive the machine: what a replay could reach is gone with it
             self._nonces.claim(given, now=now, sync=False)
 
-    async def _read(self, scope: Message, receive: Receive) -> bytes:
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
         is_manifest = scope["path"] == _MANIFEST_PATH and scope["method"] == "POST"
         limit = self._config.max_body_nbytes if is_manifest else _SMALL_NBYTES
         timeout_s = self._config.body_timeout_s
@@ -209,11 +205,11 @@ def _replay(body: bytes) -> Receive:
     return receive
 
 
-def _is_open(scope: Message) -> bool:
+def _is_open(scope: Scope) -> bool:
     return scope["method"] in {"GET", "HEAD"} and scope["path"] in OPEN_PATHS
 
 
-def _target(scope: Message) -> str:
+def _target(scope: Scope) -> str:
     path = scope.get("raw_path") or scope["path"].encode()
     query = scope["query_string"]
     return str((path + b"?" + query if query else path).decode("latin-1"))

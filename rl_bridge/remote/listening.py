@@ -18,10 +18,11 @@ import anyio
 import h11
 from anyio.abc import Listener, SocketAttribute, SocketStream, TaskGroup
 from anyio.lowlevel import checkpoint_if_cancelled
+from starlette.types import Message, Scope
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.remote.config import SidecarConfig
-from rl_bridge.remote.gate import Gate, Message
+from rl_bridge.remote.gate import Gate
 from rl_bridge.remote.problems import MEDIA_TYPE, http_problem
 from rl_bridge.transports.wire.tls import TLS, RefusalLog, Session, SpeaksPlain
 
@@ -188,7 +189,7 @@ class _Connection:
         await self._send(start["status"], start["headers"], b"" if is_head else body)
         return self._http.our_state is self._http.their_state is h11.DONE
 
-    def _scope_of(self, request: h11.Request) -> Message:
+    def _scope_of(self, request: h11.Request) -> Scope:
         path, _, query = request.target.partition(b"?")
         return {
             "type": "http",

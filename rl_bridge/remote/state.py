@@ -119,13 +119,9 @@ class StateDirectory:
                 raise BridgeClosed(f"{self.path} is closed. Start a new side-car.")
             try:
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
-                self._db.execute("BEGIN IMMEDIATE")
-                try:
+                with self._db:  # which ends the transaction, one way or the other
+                    self._db.execute("BEGIN IMMEDIATE")
                     yield self._db
-                    self._db.execute("COMMIT")
-                finally:
-                    if self._db.in_transaction:
-                        self._db.execute("ROLLBACK")
             except sqlite3.Error as error:
                 raise self.unusable(error) from error
 
