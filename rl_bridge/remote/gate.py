@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl_bridge.errors import SignatureRefused, WeightBridgeError
@@ -66,7 +68,8 @@ class Gate:
         self._app, self._key, self._nonces = app, key, nonces
         self._config, self._answered = config, answered
         self.lifespan = lifespan
-        self._num_coming = 0  # bytes of bodies that are not whole yet
+        # Bytes of bodies that are not whole yet; the one that began first comes first.
+        self._coming: dict[anyio.CancelScope, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request, or the start and end of the server."""
@@ -118,43 +121,44 @@ class Gate:
         is_manifest = scope["path"] == _MANIFEST_PATH and scope["method"] == "POST"
         limit = self._config.max_body_nbytes if is_manifest else _SMALL_NBYTES
         timeout_s = self._config.body_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._body(receive, limit)
-        except TimeoutError as error:
-            detail = f"the body did not arrive, expected all of it within {timeout_s:g} s. Retry."
-            raise _Refused(http_problem(408, detail)) from error
-
-    async def _body(self, receive: Receive, limit: int) -> bytes:
-        parts = bytearray()
-        try:
-            more = True
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    detail = "the client went away before its body was there."
-                    raise _Refused(http_problem(400, detail))
-                part = message.get("body", b"")
-                parts += part
-                self._num_coming += len(part)
-                more = message.get("more_body", False)
-                self._check_size(len(parts), limit)
-        finally:
-            self._num_coming -= len(parts)
-        return bytes(parts)
-
-    def _check_size(self, num: int, limit: int) -> None:
-        """Bound bodies: until its signature is checked, a body may be a stranger's."""
-        if num > limit:
-            detail = (
-                f"the body has more than {limit} bytes, expected at most that many. Raise "
-                "max_body_nbytes, or leave the layout out where the side-car knows it."
-            )
-            raise _Refused(http_problem(413, detail))
-        most = 2 * self._config.max_body_nbytes
-        if self._num_coming > most:
-            detail = f"bodies of more than {most} bytes are coming in at once. Send it again later."
+        with anyio.move_on_after(timeout_s) as coming:
+            self._coming[coming] = 0
+            try:
+                return await self._body(receive, limit, coming)
+            finally:
+                is_dropped = self._coming.pop(coming, None) is None
+        if is_dropped:
+            detail = "too many bytes of bodies are coming in at once. Send it again later."
             raise _Refused(http_problem(503, detail))
+        detail = f"the body did not arrive, expected all of it within {timeout_s:g} s. Retry."
+        raise _Refused(http_problem(408, detail))
+
+    async def _body(self, receive: Receive, limit: int, coming: anyio.CancelScope) -> bytes:
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            await checkpoint_if_cancelled()  # another body may have taken its place meanwhile
+            if message["type"] == "http.disconnect":
+                detail = "the client went away before its body was there."
+                raise _Refused(http_problem(400, detail))
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > limit:
+                detail = (
+                    f"the body has more than {limit} bytes, expected at most that many. Raise "
+                    "max_body_nbytes, or leave the layout out where the side-car knows it."
+                )
+                raise _Refused(http_problem(413, detail))
+            self._coming[coming] = len(body)
+            self._make_room()
+        return bytes(body)
+
+    def _make_room(self) -> None:
+        """Bound all bodies together: until its signature is checked, one may be a stranger's."""
+        while sum(self._coming.values()) > 2 * self._config.max_body_nbytes:
+            slowest = next(iter(self._coming))
+            del self._coming[slowest]
+            slowest.cancel()
 
 
 class _Answer:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rl_bridge import TensorBridge
-from rl_bridge.errors import EngineLost, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError
 from rl_bridge.remote import RemoteEngine, SidecarConfig
 from rl_bridge.remote.signing import read_key
 from rl_bridge.testing.processes import DEADLINE_S, until
@@ -68,14 +68,6 @@ def problem(answer: bytes, status: int) -> dict[str, Any]:
     return found
 
 
-def serves(sidecar: SidecarProcess) -> bool:
-    with sidecar.client() as engine:
-        try:
-            return engine.status().transport == "shared-memory"
-        except WeightBridgeError:
-            return False
-
-
 BEGUN_HEAD = b"GET /status HTTP/1.1\r\nhost: x\r\nauthoriz"
 
 
@@ -103,11 +95,11 @@ def test_a_body_that_goes_on_after_its_refusal_ends(hasty: SidecarProcess) -> No
         rest(link)
 
 
-def body_to_come(sidecar: SidecarProcess) -> bytes:
+def body_to_come(sidecar: SidecarProcess, nbytes: int = 999) -> bytes:
     """A request as far as its head, with all that can be checked of it before its body is there."""
     given = read_key(sidecar.key_file).sign("POST", "/updates", b"", time=int(time.time()))
     head = f"POST /updates HTTP/1.1\r\nhost: x\r\nauthorization: {given.header()}\r\n"
-    return f"{head}content-length: 999\r\n\r\n".encode()
+    return f"{head}content-length: {nbytes}\r\n\r\n".encode()
 
 
 FLOODS: dict[str, Callable[[SidecarProcess], bytes]] = {
@@ -237,16 +229,25 @@ def test_no_answer_sends_a_client_elsewhere(shared: SidecarProcess) -> None:
 def test_bodies_of_strangers_fill_no_memory(shared: SidecarProcess) -> None:
     """Their form and time are right; that their signature is not will show at their ends."""
     most = SidecarConfig().max_body_nbytes
-    header = read_key(shared.key_file).sign("POST", "/updates", b"", time=int(time.time())).header()
-    head = f"POST /updates HTTP/1.1\r\nhost: x\r\nauthorization: {header}\r\n"
     part = b" " * MEBIBYTE
     with ExitStack() as held:
         links = [held.enter_context(connected(shared)) for _ in range(3)]
         for link in links:
             with suppress(ConnectionError):
-                link.sendall(f"{head}content-length: {most}\r\n\r\n".encode())
+                link.sendall(body_to_come(shared, most))
                 for _ in range(most // MEBIBYTE - 4):
                     link.sendall(part)
         ready, _, _ = select.select(links, [], [], DEADLINE_S)
         assert "coming in at once" in problem(rest(ready[0]), 503)["detail"]
-    until(lambda: serves(shared), what="the side-car serves others")
+
+
+def test_a_client_is_served_at_once_whoever_else_sends_bodies(
+    shared: SidecarProcess, trainer: TensorBridge
+) -> None:
+    most = SidecarConfig().max_body_nbytes
+    with ExitStack() as held, shared.client() as engine:
+        for _ in range(2):
+            link = held.enter_context(connected(shared))
+            link.sendall(body_to_come(shared, most) + b" " * (most - 1))
+        manifest = trainer.publish(weights(1), weight_version=1)
+        assert engine.import_weights(manifest).stage == "imported"
