@@ -95,6 +95,14 @@ def test_a_body_that_goes_on_after_its_refusal_ends(hasty: SidecarProcess) -> No
         rest(link)
 
 
+def test_a_refusal_is_not_lost_because_its_request_goes_on(shared: SidecarProcess) -> None:
+    with connected(shared) as link:
+        link.sendall(b"POST /updates HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n")
+        problem(rest(link), 401)
+        for _ in range(9):  # a connection that is closed in full would be reset by the first
+            link.sendall(b"x" * 9999)
+
+
 def body_to_come(sidecar: SidecarProcess, nbytes: int = 999) -> bytes:
     """A request as far as its head, with all that can be checked of it before its body is there."""
     given = read_key(sidecar.key_file).sign("POST", "/updates", b"", time=int(time.time()))
@@ -238,6 +246,7 @@ def test_bodies_of_strangers_fill_no_memory(shared: SidecarProcess) -> None:
                 for _ in range(most // MEBIBYTE - 4):
                     link.sendall(part)
         ready, _, _ = select.select(links, [], [], DEADLINE_S)
+        assert ready == [links[0]]  # it began first
         assert "coming in at once" in problem(rest(ready[0]), 503)["detail"]
 
 
