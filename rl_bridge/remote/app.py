@@ -25,7 +25,7 @@ from rl_bridge.bridge.executor import TwoPhaseExecutor, require_two_phase
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import problem_words
 from rl_bridge.remote.config import SidecarConfig
-from rl_bridge.remote.gate import Gate
+from rl_bridge.remote.gate import Gate, refusal
 from rl_bridge.remote.problems import MEDIA_TYPE, STATUSES, Problem, http_problem
 from rl_bridge.remote.sidecar import Sidecar
 from rl_bridge.remote.signing import SCHEME, read_key
@@ -411,16 +411,12 @@ async def _not_as_described(_request: Request, error: Exception) -> Response:
     where = ".".join(str(part) for part in first.get("loc", ()))
     words = problem_words(first) if first else str(error)
     detail = f"{where}: {words}. See /openapi.json."
-    return _answer(http_problem(400, detail))
+    return refusal(http_problem(400, detail))
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
     status = int(getattr(error, "status_code", 500))
     detail = f"{request.method} {request.url.path}: expected what /openapi.json describes."
-    answer = _answer(http_problem(status, detail))
+    answer = refusal(http_problem(status, detail))
     answer.headers.update(getattr(error, "headers", None) or {})
     return answer
-
-
-def _answer(problem: Problem) -> Response:
-    return Response(problem.encoded(), status_code=problem.status, media_type=MEDIA_TYPE)

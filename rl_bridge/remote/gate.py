@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl_bridge.errors import SignatureRefused, WeightBridgeError
@@ -79,7 +80,6 @@ class Gate:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        answer = _Answer(send)
         signed_for = ""
         try:
             given = None if _is_open(scope) else self._credentials(scope)
@@ -88,19 +88,23 @@ class Gate:
                 self._key.check(given, scope["method"], _target(scope), body)
                 signed_for = given.nonce
                 await self._claim(given, scope["path"])
-            await self._app(scope, _replay(body), answer)
+            answer = await _answer_by(self._app, scope, body)
         except _Refused as refused:
-            answer.be(refused.problem)
+            answer = refusal(refused.problem)
         except SignatureRefused as error:
             # As it came: the decoded path may have line breaks, which would be lines of the log.
             _LOG.warning("refused %s %r: %s", scope["method"], _target(scope), error)
-            answer.be(problem_of(error))
+            answer = refusal(problem_of(error))
         except Exception as error:  # noqa: BLE001 - answered, and logged unless it is ours
             if not isinstance(error, WeightBridgeError):
                 _LOG.exception("%s %r failed", scope["method"], _target(scope))
-            answer.be(problem_of(error))
-        self._answered(scope["method"], answer.status)
-        await answer.send(self._key, signed_for)
+            answer = refusal(problem_of(error))
+        self._answered(scope["method"], answer.status_code)
+        answer.headers["cache-control"] = "no-store"
+        if signed_for:
+            signature = self._key.sign_answer(answer.status_code, signed_for, bytes(answer.body))
+            answer.headers[ANSWER_HEADER] = signature
+        await answer(scope, receive, send)
 
     def _credentials(self, scope: Scope) -> Credentials:
         """Check them before the body is read: that of a stranger is not."""
@@ -161,52 +165,33 @@ class Gate:
             slowest.cancel()
 
 
-class _Answer:
-    """An answer, held back until it is whole and can be signed."""
-
-    def __init__(self, send: Send) -> None:
-        self.status = 500
-        self._send = send
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._body = bytearray()
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self._headers = message["status"], list(message.get("headers", []))
-            self._body.clear()
-        elif message["type"] == "http.response.body":
-            self._body += message.get("body", b"")
-
-    def be(self, problem: Problem) -> None:
-        """Become this problem, whatever the answer was before."""
-        self.status, self._body = problem.status, bytearray(problem.encoded())
-        self._headers = [(b"content-type", MEDIA_TYPE.encode())]
-        if problem.status == 401:  # noqa: PLR2004 - RFC 9110 wants the scheme beside it
-            self._headers.append((b"www-authenticate", SCHEME.encode()))
-        if problem.status in {408, 413, 503}:  # the rest of the body is not read
-            self._headers.append((b"connection", b"close"))
-
-    async def send(self, key: Key, nonce: str) -> None:
-        """Send it; signed if the request was."""
-        body = bytes(self._body)
-        mine = {b"content-length": str(len(body)).encode(), b"cache-control": b"no-store"}
-        if nonce:
-            signature = key.sign_answer(self.status, nonce, body)
-            mine[ANSWER_HEADER.encode()] = signature.encode()
-        kept = [(name, value) for name, value in self._headers if name.lower() not in mine]
-        headers = [*kept, *mine.items()]
-        await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
-
-
-def _replay(body: bytes) -> Receive:
-    """Give the application the body once, and then a disconnect for ever."""
+async def _answer_by(app: ASGIApp, scope: Scope, body: bytes) -> Response:
+    """Have `app` answer; it gets the body once, and its answer is held back until it is whole."""
+    answer, parts = Response(), bytearray()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
         return messages.pop() if messages else {"type": "http.disconnect"}
 
-    return receive
+    async def keep(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            answer.status_code, answer.raw_headers = message["status"], list(message["headers"])
+        elif message["type"] == "http.response.body":
+            parts.extend(message.get("body", b""))
+
+    await app(scope, receive, keep)
+    answer.body = bytes(parts)
+    return answer
+
+
+def refusal(problem: Problem) -> Response:
+    """The answer that carries a problem."""
+    headers = {"cache-control": "no-store"}
+    if problem.status == 401:  # noqa: PLR2004 - RFC 9110 wants the scheme beside it
+        headers["www-authenticate"] = SCHEME
+    if problem.status in {408, 413, 503}:  # the rest of the body is not read
+        headers["connection"] = "close"
+    return Response(problem.encoded(), problem.status, headers, MEDIA_TYPE)
 
 
 def _is_open(scope: Scope) -> bool:

@@ -22,8 +22,8 @@ from starlette.types import Message, Scope
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.remote.config import SidecarConfig
-from rl_bridge.remote.gate import Gate
-from rl_bridge.remote.problems import MEDIA_TYPE, http_problem
+from rl_bridge.remote.gate import Gate, refusal
+from rl_bridge.remote.problems import http_problem
 from rl_bridge.transports.wire.tls import TLS, RefusalLog, Session, SpeaksPlain
 
 _MAX_HEAD_NBYTES: Final = 64 * 1024
@@ -229,13 +229,8 @@ class _Connection:
 
     async def _say(self, status: int, detail: str) -> None:
         """Answer in place of the side-car."""
-        body = http_problem(status, detail).encoded()
-        headers = [
-            (b"content-type", MEDIA_TYPE.encode()),
-            (b"content-length", str(len(body)).encode()),
-            (b"cache-control", b"no-store"),
-        ]
-        await self._send(status, headers, body)
+        answer = refusal(http_problem(status, detail))
+        await self._send(status, answer.raw_headers, bytes(answer.body))
 
     async def _send(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         headers = [*headers, (b"date", formatdate(usegmt=True).encode())]
