@@ -234,7 +234,8 @@ class _Connection:
 
     async def _send(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         headers = [*headers, (b"date", formatdate(usegmt=True).encode())]
-        if self._http.their_state is not h11.DONE or self._server.is_ending:
+        is_last = self._http.their_state is not h11.DONE or self._server.is_ending
+        if is_last and (b"connection", b"close") not in headers:
             headers.append((b"connection", b"close"))
         reason = HTTPStatus(status).phrase.encode()
         events = (
