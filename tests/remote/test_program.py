@@ -1,17 +1,24 @@
 """`rl-bridge sidecar` and what it is made of: engines that are none, packages that are missing."""
 
+import asyncio
 import socket
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.cli.sidecar import find_executor
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.errors import WeightBridgeUnavailableError
-from rl_bridge.remote import RemoteEngine, TwoPhaseExecutor, create_app, serve
+from rl_bridge.remote import RemoteEngine, Status, TwoPhaseExecutor, create_app, serve
+from rl_bridge.remote.signing import read_key
+from rl_bridge.remote.state import StateDirectory
 from rl_bridge.sglang import SGLangInstallAdapter
+from rl_bridge.testing.processes import DEADLINE_S
 from tests.cli_program import call
 from tests.remote import engines
 
@@ -79,6 +86,31 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(WeightBridgeUnavailableError, match=r"pip install 'rl-bridge\[remote\]'"):
         make()
+
+
+async def asked_by_asgi(app: Any, *headers: dict[str, str]) -> list[httpx.Response]:
+    """What the status is to requests with these headers, from its start to its end."""
+    told, said = asyncio.Queue[dict[str, str]](), asyncio.Queue[dict[str, str]]()
+    async with asyncio.timeout(DEADLINE_S):
+        served = asyncio.create_task(app({"type": "lifespan"}, told.get, said.put))
+        await told.put({"type": "lifespan.startup"})
+        assert (await said.get())["type"] == "lifespan.startup.complete"
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            found = [await client.get("/status", headers=one) for one in headers]
+        await told.put({"type": "lifespan.shutdown"})
+        await served
+    return found
+
+
+def test_other_servers_serve_it_by_asgi(key_file: Path, tmp_path: Path) -> None:
+    signed = read_key(key_file).sign("GET", "/status", b"", time=int(time.time()))
+    with engines.plain() as executor:
+        app: Any = create_app(executor, key_file=key_file, state_dir=tmp_path / "state")
+        unsigned, found = asyncio.run(asked_by_asgi(app, {}, {"authorization": signed.header()}))
+        assert unsigned.status_code == 401
+        assert Status.model_validate_json(found.content).state == "empty"
+        StateDirectory(tmp_path / "state").close()  # nobody has it any more
 
 
 def test_an_address_that_is_taken_is_told(key_file: Path, tmp_path: Path) -> None:
