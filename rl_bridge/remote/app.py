@@ -302,8 +302,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
-        await steps.start()
         try:
+            await steps.start()
             yield
         finally:
             steps.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import anyio
-from anyio.lowlevel import checkpoint_if_cancelled
+from anyio.lowlevel import checkpoint
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -141,7 +141,7 @@ class Gate:
         body, more = bytearray(), True
         while more:
             message = await receive()
-            await checkpoint_if_cancelled()  # another body may have taken its place meanwhile
+            await checkpoint()  # others have their turn, and one may have taken this one's place
             if message["type"] == "http.disconnect":
                 detail = "the client went away before its body was there."
                 raise _Refused(http_problem(400, detail))

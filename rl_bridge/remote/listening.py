@@ -24,12 +24,14 @@ from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.remote.config import SidecarConfig
 from rl_bridge.remote.gate import Gate, refusal
 from rl_bridge.remote.problems import http_problem
+from rl_bridge.remote.signing import ANSWER_HEADER
 from rl_bridge.transports.wire.tls import TLS, RefusalLog, Session, SpeaksPlain
 
 _MAX_HEAD_NBYTES: Final = 64 * 1024
 _MAX_IGNORED_READS: Final = 16
 """So many pieces of a body that nobody wants are read, for its sender to get at the answer."""
 _PAUSE_S: Final = 1.0
+_SIGNED: Final = ANSWER_HEADER.lower().encode()
 _GRACE_S: Final = 10
 _LOG = logging.getLogger(__name__)
 
@@ -37,15 +39,15 @@ _LOG = logging.getLogger(__name__)
 class HTTPServer:
     """Serves a side-car until the process is told to end.
 
-    A connection is either served, from the moment that its request is whole until it is answered,
-    or idle. Only idle ones are ever aborted for another one.
+    A connection is either served, from the moment that its request is whole until its signed answer
+    is sent, or idle. Only idle ones are ever aborted for another one.
     """
 
     def __init__(self, app: Gate, config: SidecarConfig, tls: TLS | None = None) -> None:
         """Prepare; nothing listens yet.
 
         Args:
-            app: gets the requests. It answers one that is not signed at once, without a wait.
+            app: gets the requests. It refuses one that is not signed before its body is there.
             config: limits.
             tls: for a server that speaks TLS only.
 
@@ -66,15 +68,14 @@ class HTTPServer:
         async with self.app.lifespan():
             try:
                 listener = await anyio.create_tcp_listener(local_host=host, local_port=port)
-            except OSError as error:
+            except (OSError, UnicodeError) as error:
                 msg = f"cannot listen on {host}, port {port}: {error}. Choose another one."
                 raise WeightBridgeUnavailableError(msg) from error
             async with anyio.create_task_group() as connections:
                 with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                     async with listener, anyio.create_task_group() as accepting:
                         accepting.start_soon(self._accept, listener, connections)
-                        scheme = "http" if self.tls is None else "https"
-                        _LOG.info("listening on %s://%s:%d", scheme, host, port)
+                        self._say_where(host, listener.extra(SocketAttribute.local_port))  # noqa: S610 - not Django
                         told = await anext(signals)
                         accepting.cancel_scope.cancel()
                 self.is_ending = True
@@ -82,6 +83,10 @@ class HTTPServer:
                     connection.scope.cancel()
                 connections.cancel_scope.deadline = anyio.current_time() + _GRACE_S
         return told
+
+    def _say_where(self, host: str, port: int) -> None:
+        scheme = "http" if self.tls is None else "https"
+        _LOG.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
 
     async def _accept(self, listener: Listener[SocketStream], connections: TaskGroup) -> None:
         while True:
@@ -92,21 +97,27 @@ class HTTPServer:
                 await anyio.sleep(_PAUSE_S)  # too many open files, perhaps: some get closed
 
     async def _talk(self, stream: SocketStream) -> None:
-        connection = _Connection(self, stream)
         try:
             async with stream:
+                connection = _Connection(self, stream)
                 self.rest(connection)
                 self._make_room(connection)
-                await connection.run()
+                try:
+                    await connection.run()
+                finally:
+                    self._idle.pop(connection, None)
+                    self._served.discard(connection)
         except Exception:  # noqa: BLE001 - logged; the others go on
             _LOG.exception("a connection failed")
-        finally:
-            self._idle.pop(connection, None)
-            self._served.discard(connection)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are more connections than there may be."""
+        return len(self._idle) + len(self._served) > self.config.max_connections
 
     def _make_room(self, newcomer: "_Connection") -> None:
         """Abort the connection that is idle longest; where all others are served, turn away."""
-        while len(self._idle) + len(self._served) > self.config.max_connections:
+        while self.is_full:
             longest = next(iter(self._idle))
             if longest is newcomer:
                 newcomer.is_surplus = True
@@ -145,6 +156,7 @@ class _Connection:
         self._stream = stream if tls is None else _SealedStream(stream, tls.accept())
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_NBYTES)
         self._is_first = True
+        self._is_head = False
 
     async def run(self) -> None:
         """Answer its requests, until one side ends it or lets a deadline pass."""
@@ -173,7 +185,8 @@ class _Connection:
             return False
         if not isinstance(request, h11.Request):
             return False
-        if self.is_surplus:
+        self._is_head = request.method == b"HEAD"
+        if self.is_surplus and self._server.is_full:
             detail = "the side-car has as many connections as it may have. Send it again later."
             await self._say(503, detail)
             return False
@@ -183,10 +196,11 @@ class _Connection:
             answer[message["type"]] = message
 
         await self._server.app(self._scope_of(request), self._receive, keep)
-        self._server.rest(self)
         start, body = answer["http.response.start"], answer["http.response.body"]["body"]
-        is_head = request.method == b"HEAD"
-        await self._send(start["status"], start["headers"], b"" if is_head else body)
+        if not any(name == _SIGNED for name, _ in start["headers"]):
+            self._server.rest(self)  # it may be a stranger, who does not read what is sent
+        await self._send(start["status"], start["headers"], body)
+        self._server.rest(self)
         return self._http.our_state is self._http.their_state is h11.DONE
 
     def _scope_of(self, request: h11.Request) -> Scope:
@@ -207,16 +221,23 @@ class _Connection:
         }
 
     async def _receive(self) -> Message:
-        """Hand over the next piece of the body, or word that there is no more to come."""
+        """Hand over what has come of the body, or word that there is no more to come."""
+        body = bytearray()
         try:
             event = await self._next_event()
+            while isinstance(event, h11.Data):
+                body += event.data
+                event = self._http.next_event()
         except (h11.RemoteProtocolError, anyio.EndOfStream, anyio.BrokenResourceError):
             return {"type": "http.disconnect"}
-        if isinstance(event, h11.Data):
-            return {"type": "http.request", "body": bytes(event.data), "more_body": True}
+        except ssl.SSLError as error:
+            self._note_refusal(error)
+            return {"type": "http.disconnect"}
+        if event is h11.NEED_DATA:
+            return {"type": "http.request", "body": bytes(body), "more_body": True}
         await checkpoint_if_cancelled()  # it may have lost its place while the last bytes came
         self._server.work(self)
-        return {"type": "http.request", "body": b"", "more_body": False}
+        return {"type": "http.request", "body": bytes(body), "more_body": False}
 
     async def _next_event(self) -> object:
         while (event := self._http.next_event()) is h11.NEED_DATA:
@@ -240,14 +261,17 @@ class _Connection:
         reason = HTTPStatus(status).phrase.encode()
         events = (
             h11.Response(status_code=status, headers=headers, reason=reason),
-            h11.Data(data=body),
+            h11.Data(data=b"" if self._is_head else body),
             h11.EndOfMessage(),
         )
         with anyio.fail_after(self._timeout_s):
             await self._stream.send(b"".join(self._http.send(event) or b"" for event in events))
 
-    async def _refuse(self, error: ssl.SSLError) -> None:
+    def _note_refusal(self, error: ssl.SSLError) -> None:
         self._server.refusals.say(self._peer[0] if self._peer else "nobody's address", error)
+
+    async def _refuse(self, error: ssl.SSLError) -> None:
+        self._note_refusal(error)
         with anyio.fail_after(self._timeout_s):
             await self._stream.send(b"")  # TLS has its own words for it
         if isinstance(error, SpeaksPlain):

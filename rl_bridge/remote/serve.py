@@ -52,6 +52,9 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; from the main thread.
 
+    After Ctrl-C it returns. After SIGTERM the signal is raised once more, for whoever handled it
+    before; by default that ends the process.
+
     Args:
         executor: the engine's; stays yours to close.
         key_file: see `create_app`.
@@ -76,8 +79,14 @@ def serve(
     app: Any = create_app(executor, key_file=key_file, state_dir=state_dir, config=config)
     from rl_bridge.remote.listening import HTTPServer
 
-    if anyio.run(HTTPServer(app, config, secured).run, host, port) is signal.SIGTERM:
-        signal.raise_signal(signal.SIGTERM)  # a step that hangs must not keep the process
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        told = anyio.run(HTTPServer(app, config, secured).run, host, port)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    if told is signal.SIGTERM:
+        signal.raise_signal(told)
 
 
 def _is_loopback(host: str) -> bool:

@@ -333,7 +333,8 @@ class Sidecar:
             reason=reason,
             acknowledgement=ack,
         )
-        self._known[manifest.update_id] = view
+        self._known.pop(manifest.update_id, None)
+        self._known[manifest.update_id] = view  # as the newest
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
         return view

@@ -24,6 +24,8 @@ from tests.remote.engines import BEGUN, DEATH
 from tests.remote.process import SidecarProcess, make_key
 
 MEBIBYTE = 1024 * 1024
+IN_TIME_S = SidecarConfig().body_timeout_s / 2
+"""A client that has to wait for the end of another connection does not get its answer in time."""
 END = b"connection: close\r\n\r\n"
 
 
@@ -126,7 +128,7 @@ def test_a_client_is_served_at_once_whoever_else_holds_connections(
     flood: str, shared: SidecarProcess
 ) -> None:
     said = FLOODS[flood](shared)
-    with ExitStack() as held, shared.client() as engine:
+    with ExitStack() as held, shared.client(timeout_s=IN_TIME_S) as engine:
         for number in range(2 * SidecarConfig().max_connections + 1):
             link = held.enter_context(socket.socket())
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -159,6 +161,9 @@ def test_a_connection_that_is_served_is_kept_when_others_come_and_when_the_proce
     ):
         updated = threads.submit(engine.update_weights, manifest)
         until((sidecar.directory / BEGUN).exists, what="the commit has begun")
+        assert asked(sidecar, b"HEAD /healthz HTTP/1.1\r\nhost: x\r\n\r\n").startswith(
+            b"HTTP/1.1 503 "
+        )
         for _ in range(3):
             held.enter_context(connected(sidecar))
             with pytest.raises(WeightBridgeUnavailableError, match="as many connections as it may"):
@@ -250,11 +255,21 @@ def test_bodies_of_strangers_fill_no_memory(shared: SidecarProcess) -> None:
         assert "coming in at once" in problem(rest(ready[0]), 503)["detail"]
 
 
+def test_a_body_in_tiny_chunks_keeps_nobody_waiting(shared: SidecarProcess) -> None:
+    head = body_to_come(shared).replace(b"content-length: 999", b"transfer-encoding: chunked")
+    with connected(shared) as link, shared.client(timeout_s=IN_TIME_S) as engine:
+        link.sendall(head)
+        with suppress(ConnectionError):  # it is too large in the end
+            for _ in range(40):
+                link.sendall(b"1\r\nx\r\n" * 10_000)
+                assert engine.status().transport == "shared-memory"
+
+
 def test_a_client_is_served_at_once_whoever_else_sends_bodies(
     shared: SidecarProcess, trainer: TensorBridge
 ) -> None:
     most = SidecarConfig().max_body_nbytes
-    with ExitStack() as held, shared.client() as engine:
+    with ExitStack() as held, shared.client(timeout_s=IN_TIME_S) as engine:
         for _ in range(2):
             link = held.enter_context(connected(shared))
             link.sendall(body_to_come(shared, most) + b" " * (most - 1))

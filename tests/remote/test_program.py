@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.testing.processes import DEADLINE_S
 from tests.cli_program import call
 from tests.remote import engines
+from tests.remote.process import environment
 
 
 def one_phase() -> RolloutExecutor:
@@ -121,6 +123,46 @@ def test_an_address_that_is_taken_is_told(key_file: Path, tmp_path: Path) -> Non
         port = taken.getsockname()[1]
         with pytest.raises(WeightBridgeUnavailableError, match="cannot listen on"):
             serve(executor, key_file=key_file, state_dir=tmp_path / "state", port=port)
+
+
+CALLER = """
+import os, signal, sys, threading
+from rl_bridge.remote import TwoPhaseExecutor, serve
+
+def handler(number, frame):
+    print("handled", flush=True)
+    raise SystemExit(7)
+
+class Told:
+    def write(self, text):
+        if "listening on" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+    def flush(self):
+        pass
+
+import logging
+logging.basicConfig(stream=Told(), level=logging.INFO)
+signal.signal(signal.SIGTERM, handler)
+executor = TwoPhaseExecutor(weight_transport="local-clone")
+try:
+    serve(executor, key_file=sys.argv[1], state_dir=sys.argv[2], port=0)
+finally:
+    executor.close()
+    print("closed", flush=True)
+"""
+
+
+def test_a_caller_handles_sigterm_as_before(key_file: Path, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", CALLER, str(key_file), str(tmp_path / "state")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.stdout.split() == ["handled", "closed"], ended.stderr
+    assert ended.returncode == 7
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8471", "ftp://a", "http://", "http://a?b=c"])
