@@ -623,8 +623,9 @@ def export(  # noqa: PLR0917 - typer calls it by name
 
 def _configs(store: VersionStore, version: _Version) -> dict[str, bytes]:
     """The files that go along with a version, by name."""
-    folder = version.stored.name
-    return {name: store.read_small(folder, name) for name in store.files(folder) if is_config(name)}
+    folder, suffix = version.stored.name, version.stored.marker.suffix
+    names = {file.removesuffix(suffix): file for file in store.files(folder)}
+    return {name: store.read_small(folder, file) for name, file in names.items() if is_config(name)}
 
 
 def _transports_of(manifest: WeightUpdateManifest) -> set[str]:

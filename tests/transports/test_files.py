@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -628,6 +629,39 @@ def test_ranks_write_their_shards_and_nobody_gathers(run: Path) -> None:
         manifest = group.publish(shards_of(1), version=1)
         assert parts_in(run) == {1: [0, 1]}
         assert reader.import_update(manifest)["w"].equal(matrix(1))
+
+
+# What transformers, PEFT, vLLM and SGLang take for a model, or for a part of one.
+_LOADED = [
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt", "*.h5", "*.msgpack"),
+    *("*.index.json", "*config.json", "params.json", "*.model", "*.tiktoken", "*.jinja"),
+]
+
+
+def test_no_loader_takes_a_part_for_a_model(run: Path, tmp_path: Path) -> None:
+    configs = tmp_path / "config"
+    configs.mkdir()
+    for name in ("config.json", "params.json", "tokenizer.model", "chat_template.jinja"):
+        (configs / name).write_text("{}")
+    with trainers(2, "files", url=run, config_dir=configs) as group:
+        group.publish(shards_of(1), version=1)
+    for folder in run.glob("0*"):
+        names = {path.name for path in folder.iterdir()}
+        assert {"model.safetensors.part", "config.json.part", "lists.bin.part"} <= names
+        assert [name for name in names for one in _LOADED if fnmatch(name, one)] == []
+
+
+def test_parts_are_read_that_an_earlier_release_wrote_as_models(run: Path) -> None:
+    with trainers(2, "files", url=run) as group:
+        group.publish(shards_of(1), version=1)
+    for folder in run.glob("0*"):
+        for path in folder.glob("*.part"):
+            path.rename(path.with_suffix(""))
+        marker = json.loads((folder / "STABLE").read_text())
+        assert marker.pop("suffix") == ".part"
+        (folder / "STABLE").write_text(json.dumps(marker))
+    with files(run) as reader:
+        assert reader.import_update(reader.newest() or "")["w"].equal(matrix(1))
 
 
 def test_a_group_that_lost_a_part_does_not_take_the_place_of_one_that_is_whole(run: Path) -> None:

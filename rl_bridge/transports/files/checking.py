@@ -89,21 +89,24 @@ def check_version(
         for one in parts:
             held.enter_context(store.leased(one.name))
         if not isinstance(manifest, GroupManifest):
-            return list(_check(store, parts[0].name, manifest, None))
+            return list(_check(store, parts[0], manifest, None))
         for rank, (one, part) in enumerate(zip(parts, manifest.parts, strict=True)):
-            found += _check(store, one.name, part, rank)
+            found += _check(store, one, part, rank)
     return found
 
 
 def _check(
-    store: VersionStore, folder: str, part: WeightUpdateManifest, rank: int | None
+    store: VersionStore, version: StoredVersion, part: WeightUpdateManifest, rank: int | None
 ) -> Iterator[CheckedFile]:
     try:
         handle = FilesHandle.model_validate(thaw(part.handle))
     except ValueError as error:
         msg = f"update {part.update_id}: its handle is none of files. Take another version."
         raise MalformedManifest(msg) from error
-    layout = layout_of(part.table, handle.file_nbytes, is_adapter=part.adapter is not None)
+    folder, suffix = version.name, version.marker.suffix
+    layout = layout_of(
+        part.table, handle.file_nbytes, is_adapter=part.adapter is not None, suffix=suffix
+    )
     sizes = store.files(folder)
     wrong = _wrong_tensors(store, folder, layout, part, sizes)
     for file in layout.files:
@@ -123,19 +126,24 @@ def _check(
             faults=tuple(faults),
         )
     small: list[tuple[str, int, list[Fault]]] = [
-        (LISTS, part.table.lists_nbytes, _check_lists(store, folder, part, sizes)),
+        (
+            LISTS + suffix,
+            part.table.lists_nbytes,
+            _check_lists(store, folder, LISTS + suffix, part, sizes),
+        ),
         (MANIFEST, sizes.get(MANIFEST, 0), _check_manifest(store, folder, part)),
     ]
     # (A configuration of PEFT's is not there where it would not tell the scalings.)
     config = config_for_peft(part, warns=False)
     for name, content in ((INDEX, layout.index.encode()), (ADAPTER_CONFIG, config)):
         if content:
-            small.append((name, len(content), _compare(store, folder, name, content, sizes)))
+            faults = _compare(store, folder, name + suffix, content, sizes)
+            small.append((name + suffix, len(content), faults))
     strangers = sorted(sizes.keys() - {one.name for one in layout.files})
     small += [
         (name, sizes[name], [Fault("", "is no file of this version")])
         for name in strangers
-        if name.endswith(".safetensors")
+        if name.endswith(".safetensors" + suffix)
     ]
     for name, nbytes, faults in small:
         yield CheckedFile(
@@ -216,12 +224,16 @@ def _wrong_tensors(
 
 
 def _check_lists(
-    store: VersionStore, folder: str, part: WeightUpdateManifest, sizes: Mapping[str, int]
+    store: VersionStore,
+    folder: str,
+    name: str,
+    part: WeightUpdateManifest,
+    sizes: Mapping[str, int],
 ) -> list[Fault]:
     table = part.table
     lists = bytearray(table.lists_nbytes)
-    faults = _faults_of_size(sizes, LISTS, len(lists))
-    faults = faults or _read(store, folder, LISTS, len(lists), lists)
+    faults = _faults_of_size(sizes, name, len(lists))
+    faults = faults or _read(store, folder, name, len(lists), lists)
     if faults:
         return faults
     columns = bytes(lists[table.leaves_nbytes :])

@@ -96,22 +96,27 @@ class FileLayout:
     chunks: tuple[Chunk, ...]
 
 
-_known: OrderedDict[tuple[str, int, bool], FileLayout] = OrderedDict()
+_known: OrderedDict[tuple[str, int, bool, str], FileLayout] = OrderedDict()
 _REMEMBERED = 8
 
 
-def layout_of(table: TensorTable, file_nbytes: int, *, is_adapter: bool) -> FileLayout:
-    """Lay out the tensors of a table in files of at most `file_nbytes`, or one tensor."""
-    key = table.digest, file_nbytes, is_adapter
+def layout_of(
+    table: TensorTable, file_nbytes: int, *, is_adapter: bool, suffix: str = ""
+) -> FileLayout:
+    """Lay out the tensors of a table in files of at most `file_nbytes`, or one tensor.
+
+    The files' names end in `suffix`: see `rl_bridge.transports.files.store.Marker`.
+    """
+    key = table.digest, file_nbytes, is_adapter, suffix
     found = _known.get(key)
     if found is None:
-        found = _known[key] = _made(table, file_nbytes, is_adapter=is_adapter)
+        found = _known[key] = _made(table, file_nbytes, suffix, is_adapter=is_adapter)
         while len(_known) > _REMEMBERED:
             _known.popitem(last=False)
     return found
 
 
-def _made(table: TensorTable, file_nbytes: int, *, is_adapter: bool) -> FileLayout:
+def _made(table: TensorTable, file_nbytes: int, suffix: str, *, is_adapter: bool) -> FileLayout:
     groups: list[list[int]] = [[]]
     size = 0
     for row, nbytes in enumerate(table.nbytes):
@@ -120,7 +125,7 @@ def _made(table: TensorTable, file_nbytes: int, *, is_adapter: bool) -> FileLayo
             size = 0
         groups[-1].append(row)
         size += nbytes
-    names = _file_names(len(groups), is_adapter=is_adapter)
+    names = [name + suffix for name in _file_names(len(groups), is_adapter=is_adapter)]
     files = tuple(_file(table, name, rows) for name, rows in zip(names, groups, strict=True))
     index = ""
     if len(files) > 1:

@@ -38,6 +38,7 @@ from rl_bridge.memory.control import Record
 
 MARKER, MANIFEST, LISTS, RECORDS = "STABLE", "manifest.json", "lists.bin", "records"
 GROUP_MANIFEST, KEPT, LOCK = "group.json", "KEEP", "LOCK"
+PART = ".part"
 MAX_MARKER_NBYTES = 4096
 MAX_RECORD_NBYTES = 1 << 20
 _NAME = re.compile(r"^\d{10,19}-[0-9a-f]{12}(?:-(\d+))?$")
@@ -60,6 +61,8 @@ class Marker(BaseModel):
         part: of a part, its place in the group; None: a whole version.
         world_size: of the group.
         is_committed: in the marker of a group's first part: all ranks published the version.
+        suffix: what the names of the version's files end in, but for its manifests: ``.part`` in a
+            part, which no loader then takes for a whole model. (Parts of earlier releases had none.)
 
     """
 
@@ -74,6 +77,7 @@ class Marker(BaseModel):
     part: StrictInt | None = None
     world_size: StrictInt = 1
     is_committed: StrictBool = False
+    suffix: Literal["", ".part"] = ""
 
 
 @dataclass(frozen=True, slots=True)

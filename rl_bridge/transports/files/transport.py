@@ -68,6 +68,7 @@ from rl_bridge.transports.files.store import (
     GROUP_MANIFEST,
     LISTS,
     MANIFEST,
+    PART,
     FileContent,
     Lease,
     Marker,
@@ -467,9 +468,6 @@ class FilesPublisher(PublisherEnd):
         update_id, arena = manifest.update_id, self._arena
         assert arena is not None  # as it was carried just now
         name = version_name(manifest.weight_version, update_id, self._rank)
-        layout = layout_of(
-            manifest.table, self._file_nbytes, is_adapter=manifest.adapter is not None
-        )
         marker = Marker(
             sequence=0,
             weight_version=manifest.weight_version,
@@ -478,8 +476,15 @@ class FilesPublisher(PublisherEnd):
             header=self._headers.pop(update_id).hex(),
             part=manifest.weight_layout.rank if is_part else None,
             world_size=manifest.weight_layout.world_size if is_part else 1,
+            suffix=PART if is_part else "",
         )
-        files = self._contents(manifest, layout, arena)
+        layout = layout_of(
+            manifest.table,
+            self._file_nbytes,
+            is_adapter=manifest.adapter is not None,
+            suffix=marker.suffix,
+        )
+        files = self._contents(manifest, layout, arena, marker.suffix)
         if self._steps is not None:
             files = self._steps.linked(name, files)
         try:
@@ -494,7 +499,7 @@ class FilesPublisher(PublisherEnd):
             self._collect()
 
     def _contents(
-        self, manifest: WeightUpdateManifest, layout: FileLayout, arena: Pin
+        self, manifest: WeightUpdateManifest, layout: FileLayout, arena: Pin, suffix: str
     ) -> Iterator[FileContent]:
         table, memory = manifest.table, memoryview(arena.buffer).cast("B")
         for file in layout.files:
@@ -503,15 +508,18 @@ class FilesPublisher(PublisherEnd):
                 begin = table.offsets[row]
                 pieces.append(memory[begin : begin + table.nbytes[row]])
             yield file.name, pieces
-        yield LISTS, [memory[table.leaves_offset : table.leaves_offset + table.lists_nbytes]]
+        yield (
+            LISTS + suffix,
+            [memory[table.leaves_offset : table.leaves_offset + table.lists_nbytes]],
+        )
         if layout.index:
-            yield INDEX, [layout.index.encode()]
+            yield INDEX + suffix, [layout.index.encode()]
         config = config_for_peft(manifest)
         if config is not None:
-            yield ADAPTER_CONFIG, [config]
+            yield ADAPTER_CONFIG + suffix, [config]
         for path in [] if self._config_dir is None else sorted(self._config_dir.iterdir()):
             if path.is_file() and is_config(path.name):
-                yield path.name, [path.read_bytes()]
+                yield path.name + suffix, [path.read_bytes()]
         yield MANIFEST, [manifest.to_json().encode()]
 
     @property
@@ -637,10 +645,7 @@ class FilesConsumer(ConsumerEnd):
                 "errors). Send the manifest as it was published."
             )
             raise MalformedManifest(msg) from error
-        layout = layout_of(
-            manifest.table, handle.file_nbytes, is_adapter=manifest.adapter is not None
-        )
-        return self._as_visible(lambda: self._attached_now(manifest, layout, copies))
+        return self._as_visible(lambda: self._attached_now(manifest, handle, copies))
 
     def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
         """Attach parts of one version, all of which are leased before the first byte is read."""
@@ -681,15 +686,21 @@ class FilesConsumer(ConsumerEnd):
         return name, lease
 
     def _attached_now(
-        self, manifest: WeightUpdateManifest, layout: FileLayout, copies: HostCopies | None
+        self, manifest: WeightUpdateManifest, handle: FilesHandle, copies: HostCopies | None
     ) -> Attachment:
         """Read a version, leased meanwhile, or map it; it must be visible."""
         name, lease = self._leased(manifest)
-        header = bytes.fromhex(lease.marker.header)
+        header, suffix = bytes.fromhex(lease.marker.header), lease.marker.suffix
+        layout = layout_of(
+            manifest.table,
+            handle.file_nbytes,
+            is_adapter=manifest.adapter is not None,
+            suffix=suffix,
+        )
         try:
             # Before memory is taken: a manifest may claim any size.
             sizes = [(file.name, file.nbytes) for file in layout.files]
-            for file, nbytes in (*sizes, (LISTS, manifest.table.lists_nbytes)):
+            for file, nbytes in (*sizes, (LISTS + suffix, manifest.table.lists_nbytes)):
                 self._store.require_size(name, file, nbytes)
             turn = None if copies is None else copies.turn(manifest.update_id)
             if isinstance(turn, Copy):
@@ -698,7 +709,7 @@ class FilesConsumer(ConsumerEnd):
                     return mapped
                 turn = None
             try:
-                return self._fetched(manifest, name, layout, header, turn)
+                return self._fetched(manifest, name, layout, lease.marker, turn)
             except BaseException:
                 if turn is not None:
                     turn.close()
@@ -725,7 +736,7 @@ class FilesConsumer(ConsumerEnd):
         manifest: WeightUpdateManifest,
         name: str,
         layout: FileLayout,
-        header: bytes,
+        marker: Marker,
         turn: Turn | None,
     ) -> Attachment:
         """Read a version into memory of this process, and offer it to others."""
@@ -733,7 +744,7 @@ class FilesConsumer(ConsumerEnd):
         slot = self._arrivals.reserve(table.arena_nbytes)
         self._withdraw(slot)
         try:
-            digests = self._read(name, layout, table, slot, turn)
+            digests = self._read(name, layout, table, slot, turn, suffix=marker.suffix)
         except BaseException:
             self._arrivals.abandon(slot)
             raise
@@ -745,7 +756,7 @@ class FilesConsumer(ConsumerEnd):
                 layout_digest=table.digest,
                 slot=slot,
                 digests=digests,
-                header=header,
+                header=bytes.fromhex(marker.header),
             )
         )
         if turn is not None and digests == manifest.digests:
@@ -763,7 +774,14 @@ class FilesConsumer(ConsumerEnd):
             turn.close()
 
     def _read(
-        self, name: str, layout: FileLayout, table: TensorTable, slot: Slot, turn: Turn | None
+        self,
+        name: str,
+        layout: FileLayout,
+        table: TensorTable,
+        slot: Slot,
+        turn: Turn | None,
+        *,
+        suffix: str,
     ) -> bytes:
         """Read all files into a slot; returns the tensors' digests, made beside that."""
         memory = memoryview(self._arrivals.tensor(slot, table.arena_nbytes).numpy())  # type: ignore[arg-type]  # numpy's types lack it
@@ -785,7 +803,7 @@ class FilesConsumer(ConsumerEnd):
                 pass  # which raises what a thread raised
         begin = table.leaves_offset
         lists = memory[begin : begin + table.lists_nbytes]
-        self._store.read(name, LISTS, len(lists), [(0, lists)] if len(lists) else [])
+        self._store.read(name, LISTS + suffix, len(lists), [(0, lists)] if len(lists) else [])
         return found.tobytes()
 
     def lease(self, manifest: WeightUpdateManifest) -> Attachment:
