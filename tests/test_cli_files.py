@@ -255,10 +255,10 @@ def test_verify_reads_all_parts_of_a_version_of_several_ranks(store: Path) -> No
     publish_from_ranks(store, 1)
     assert call("files", "verify", store).code == 0
     (folder,) = store.glob("0*-1")
-    damage(folder / "model.safetensors", -5)
+    damage(folder / "model.safetensors.part", -5)
     said = call("files", "verify", store)
     assert said.complains("ChecksumMismatch")
-    assert f"{folder.name}/model.safetensors: tensor " in said.err
+    assert f"{folder.name}/model.safetensors.part: tensor " in said.err
 
 
 # ------------------------------------------------------------------------------ gc

@@ -1,7 +1,7 @@
 """Versions in directories, on a local disk or a network's.
 
     run1/
-        .writer-0                     held by the publisher of rank 0, as long as it lives
+        .writer-0                     held by the publisher of rank 0, as long as it lives; its name
         0000000007-3f1c0a9be2d4/      version 7
             model.safetensors         or model-00001-of-0000N.safetensors and an index
             lists.bin                 digests of the tensors' leaves
@@ -16,7 +16,9 @@
 A version's files are written and synced, then its directory, then the marker, then the directory
 once more; that holds after a crash of the machine, too. A reader holds a shared lock of ``LOCK``,
 the collector takes an exclusive one before it removes anything. A publisher holds an exclusive lock
-of ``.writer-RANK``, several of one rank a shared one. (Locks of `fcntl`, which NFS has as well.)
+of ``.writer-RANK``, several of one rank a shared one. (Locks of `fcntl`, which NFS has as well.) A
+lock may be lost, with its file or by a server of NFS that starts anew. So a publisher also writes
+its own name into that file, and looks for it there before it writes a marker or removes anything.
 """
 
 import errno
@@ -24,6 +26,7 @@ import os
 import re
 import shutil
 import stat
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -61,6 +64,7 @@ from rl_bridge.transports.files.store import (
 )
 
 _MAX_IOVECS = 1024
+_STALE_TRIES = 3
 _BEGUN = re.compile(r"^\.(\d+)-[0-9a-f]{32}$")
 
 
@@ -94,7 +98,7 @@ class DirectoryStore(VersionStore):
         return sorted(
             name
             for name in self._names()
-            if not _is_unmarked(self.root / name) and _read_marker(self.root / name) is None
+            if _marker_text(self.root / name) is not None and _read_marker(self.root / name) is None
         )
 
     def find(self, update_id: str) -> str:
@@ -292,11 +296,39 @@ def _unusable(root: Path, error: OSError) -> WeightBridgeUnavailableError:
 
 
 def _read_marker(folder: Path) -> Marker | None:
+    """A version's marker; None if it has none, or what is there is none."""
+    text = _marker_text(folder)
     try:
-        with (folder / MARKER).open("rb") as file:
-            return Marker.model_validate_json(file.read(MAX_MARKER_NBYTES))
-    except (OSError, ValidationError):
+        return None if text is None else Marker.model_validate_json(text)
+    except ValidationError:
         return None
+
+
+def _marker_text(folder: Path) -> bytes | None:
+    """What a marker's file holds; None if it is certain that there is none.
+
+    Raises:
+        WeightBridgeUnavailableError: it cannot be read. Without it nobody knows which version is
+            the newest.
+
+    """
+    path = folder / MARKER
+    for tries_left in reversed(range(_STALE_TRIES)):
+        try:
+            with path.open("rb") as file:
+                return file.read(MAX_MARKER_NBYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            # (Where NFS had the file that was there before, it finds the new one when it is opened
+            # once more.)
+            if error.errno != errno.ESTALE or not tries_left:
+                msg = (
+                    f"{path} cannot be read: {error.strerror or error}. See to the file system and "
+                    "to this user's rights there, then try again."
+                )
+                raise WeightBridgeUnavailableError(msg) from error
+    raise AssertionError("unreachable: the last try returned or raised")
 
 
 def _unreadable(path: Path, error: OSError) -> SegmentError:
@@ -315,11 +347,17 @@ class _Writer(VersionWriter):
     def __init__(self, store: DirectoryStore, rank: int, *, fenced: bool) -> None:
         self._store, self._rank, self._is_fenced = store, rank, fenced
         self._held = Holding(self)
-        path = store.root / f".writer-{rank}"
+        self._path = path = store.root / f".writer-{rank}"
+        self._token = uuid.uuid4().hex.encode()
+        self._last = 0  # the sequence number of the version that was written last
         lock = leases.try_exclusive if fenced else leases.try_shared
         try:
             fd = self._held.open(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             is_free = lock(fd)
+            if is_free and fenced:
+                os.pwrite(fd, self._token, 0)
+                os.ftruncate(fd, len(self._token))
+                os.fsync(fd)
         except OSError as error:
             self._held.dispose()
             raise _unusable(store.root, error) from error
@@ -345,11 +383,13 @@ class _Writer(VersionWriter):
             made.rename(folder)
             sync_folder(root)
             ranks = [one for one in self._store.visible() if one.marker.rank == self._rank]
-            sequence = ranks[-1].marker.sequence + 1 if ranks else 1
+            sequence = max([self._last, *(one.marker.sequence for one in ranks)]) + 1
             marker = marker.model_copy(update={"sequence": sequence})
             # Leased before anybody sees it: no collector comes in between.
             lease = _VersionLock(folder, marker)
+            self._require_place()
             replace_durably(folder, MARKER, marker.model_dump_json().encode())
+            self._last = sequence
         except BaseException:
             if lease is not None:
                 lease.close()
@@ -362,12 +402,27 @@ class _Writer(VersionWriter):
         replace_durably(self._store.root / name, file, content)
 
     def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
+        self._require_place()
         replace_durably(self._store.root / name, MARKER, marker.model_dump_json().encode())
         lease.marker = marker
         return lease
 
-    def sweep(self) -> None:
+    def is_superseded(self) -> bool:
         if not self._is_fenced:
+            return False
+        try:
+            return self._path.read_bytes() != self._token
+        except FileNotFoundError:  # then a later publisher may come at any time
+            return True
+        except OSError as error:
+            raise _unusable(self._store.root, error) from error
+
+    def _require_place(self) -> None:
+        if self.is_superseded():
+            raise self._store.taken_over(self._rank)
+
+    def sweep(self) -> None:
+        if not self._is_fenced or self.is_superseded():
             return
         for name, rank in self._store.unfinished().items():
             if rank == self._rank:
@@ -386,11 +441,13 @@ class _VersionLock(Lease):
     def __init__(self, folder: Path, marker: Marker | None = None) -> None:
         """Lease a version; `marker` is what it is given next, None: it must have one."""
         self._held = Holding(self)
-        path, marked = folder / LOCK, folder / MARKER
+        path = folder / LOCK
         try:
             fd = self._held.open(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise _gone(folder, error.strerror or str(error)) from error
+        except OSError as error:
+            raise _unreadable(path, error) from error
         try:
             is_free = leases.try_shared(fd)
         except OSError as error:
@@ -404,25 +461,27 @@ class _VersionLock(Lease):
             self.close()
             raise _gone(folder, "it is being removed")
         try:
-            if marker is None:
-                marker = Marker.model_validate_json(marked.read_bytes()[:MAX_MARKER_NBYTES])
-            self.marker = marker
-        except ValidationError as error:
-            self.close()
-            msg = (
-                f"{marked} is no marker ({error.error_count()} errors), or not all of it is "
-                "visible here yet. Take another version."
-            )
-            raise VersionNotFound(msg) from error
-        except OSError as error:
-            self.close()
-            raise _gone(folder, error.strerror or str(error)) from error
+            self.marker = _leased_marker(folder) if marker is None else marker
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         self._held.dispose()
+
+
+def _leased_marker(folder: Path) -> Marker:
+    text = _marker_text(folder)
+    if text is None:
+        raise _gone(folder, f"it has no {MARKER}")
+    try:
+        return Marker.model_validate_json(text)
+    except ValidationError as error:
+        msg = (
+            f"{folder / MARKER} is no marker ({error.error_count()} errors), or not all of it is "
+            "visible here yet. Take another version."
+        )
+        raise VersionNotFound(msg) from error
 
 
 def _gone(folder: Path, cause: str) -> VersionNotFound:

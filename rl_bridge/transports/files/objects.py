@@ -754,7 +754,7 @@ class _ObjectWriter(VersionWriter):
         """After a failure: whether this publisher goes on, and behind which number, is listed."""
         highest, own = self._highest(), self._own()
         if self._is_superseded(own):
-            raise self._refused()
+            raise self._store.taken_over(self._rank)
         for one in own:
             if one.model_dump_json().encode() in self._tried:  # its version was removed
                 self._fill_over(one)
@@ -776,7 +776,7 @@ class _ObjectWriter(VersionWriter):
             if there in self._tried:  # it came late, and its version was removed
                 self._fill_over(marker)
             elif self._is_fenced and there and not _is_fill(there):
-                raise self._refused() from None
+                raise self._store.taken_over(self._rank) from None
             self._last = marker.sequence
             return False
         except BaseException:
@@ -785,12 +785,6 @@ class _ObjectWriter(VersionWriter):
         self._last = marker.sequence
         self._tried.clear()
         return True
-
-    def _refused(self) -> WeightBridgeUnavailableError:
-        return WeightBridgeUnavailableError(
-            f"{self._store}: another publisher of rank {self._rank} has taken over, expected this "
-            "one. End this trainer, or give it a url of its own."
-        )
 
     def _is_superseded(self, own: list[Marker]) -> bool:
         claims = (one for one in own if one.update_id == _NO_UPDATE and one.header)
@@ -802,7 +796,7 @@ class _ObjectWriter(VersionWriter):
     def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
         own = self._own()
         if self._is_superseded(own):
-            raise self._refused()
+            raise self._store.taken_over(self._rank)
         if lease.marker.update_id not in {one.update_id for one in own}:
             msg = f"{name} is gone from {self._store}. Publish it again."
             raise VersionNotFound(msg)

@@ -19,7 +19,8 @@ the version (`Marker.is_committed`). Until then, and if they never do, the parts
 to stay.
 
 **Fenced.** One publisher of a rank at a time. Where locks tell that the first one lives, the second
-one is refused; elsewhere the second one takes over, and the first one is refused from then on.
+one is refused; elsewhere, or where a lock was lost, the second one takes over, and the first one is
+refused from then on.
 """
 
 import re
@@ -32,7 +33,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr
 
-from rl_bridge.errors import SegmentError, VersionNotFound
+from rl_bridge.errors import SegmentError, VersionNotFound, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record
 
@@ -62,7 +63,7 @@ class Marker(BaseModel):
         world_size: of the group.
         is_committed: in the marker of a group's first part: all ranks published the version.
         suffix: what the names of the version's files end in, but for its manifests: ``.part`` in a
-            part, which no loader then takes for a whole model. (Parts of earlier releases had none.)
+            part, which no loader then takes for a whole model. (Parts had none before.)
 
     """
 
@@ -187,7 +188,12 @@ class VersionWriter(ABC):
         """
 
     def is_superseded(self) -> bool:
-        """Whether a later publisher has taken over; then this one removes nothing more."""
+        """Whether a later publisher has taken over; then this one removes nothing more.
+
+        Raises:
+            WeightBridgeError: the store cannot be read.
+
+        """
         return False
 
     @abstractmethod
@@ -254,6 +260,13 @@ class VersionStore(ABC):
         return VersionNotFound(
             f"update {update_id} is not in {self}: it was removed, or is not visible here yet. "
             "Import the newest manifest, or give both sides one url."
+        )
+
+    def taken_over(self, rank: int) -> WeightBridgeUnavailableError:
+        """The error of a publisher that comes back when a later one has its place."""
+        return WeightBridgeUnavailableError(
+            f"{self}: another publisher of rank {rank} has taken over, expected this one. End this "
+            "trainer, or give it a url of its own."
         )
 
     def wrong_size(self, name: str, file: str, found: int, nbytes: int) -> SegmentError:

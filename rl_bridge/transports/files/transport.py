@@ -398,6 +398,8 @@ class FilesPublisher(PublisherEnd):
     ) -> AbstractContextManager[None]:
         """Offer a step to its receiver."""
         assert self._steps is not None  # as it offers
+        if self.writer.is_superseded():  # an offer takes back later steps, which are not its own
+            raise self.store.taken_over(self._rank)
         if is_part:
             msg = (
                 f"version {weight_version} is one of several ranks, and a step has whole weights: "
