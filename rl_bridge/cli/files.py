@@ -32,7 +32,13 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.trainers.checkpoint_files import read_checkpoint
 from rl_bridge.transports.files.checking import CheckedFile, check_version
 from rl_bridge.transports.files.checkpoint import is_config, require_free, write_checkpoint
-from rl_bridge.transports.files.retention import offered, parts_of, surplus, update_id_of
+from rl_bridge.transports.files.retention import (
+    committed_headers,
+    offered,
+    parts_of,
+    surplus,
+    update_id_of,
+)
 from rl_bridge.transports.files.store import StoredVersion, VersionStore
 from rl_bridge.transports.files.transport import Files
 from rl_bridge.transports.registry import canonical_name
@@ -482,7 +488,7 @@ def _collect(
         # Once more, now that publishers are out; and once for all ranks: when a group's first part
         # is removed, nothing tells any more that the others were published.
         visible, unfinished = store.visible(), store.unfinished()
-        committed = {one.marker.header for one in visible if one.marker.is_committed}
+        committed = committed_headers(visible)
         for rank in sorted(ranks):
             for one in surplus(visible, rank, keep_last=keep_last, keep_every=keep_every):
                 marker = one.marker

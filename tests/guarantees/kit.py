@@ -17,6 +17,7 @@ from rl_bridge.testing import EngineSuite, HostIPC, HostVMM, InstallerSuite, Tra
 from rl_bridge.testing.faults import Locate, locate_in_files
 from rl_bridge.transports import TRANSPORTS as REGISTERED
 from rl_bridge.transports.files.transport import Files
+from tests.transports.exclusive_files import ExclusiveFiles
 
 __all__ = [
     "ADAPTERS",
@@ -81,7 +82,11 @@ TRANSPORTS: Mapping[str, Callable[[Path], tuple[Any, dict[str, Any]]]] = {
     "files": lambda path: (LocatedFiles, _files(path / "run")),
     "files-in-objects": lambda path: (
         LocatedFiles,
-        {**_files(f"local://{path}/run"), "storage_options": {"auto_mkdir": True}, "lease_s": 1.0},
+        {
+            **_files(f"{ExclusiveFiles.protocol}://{path}/run"),
+            "storage_options": {"auto_mkdir": True},
+            "lease_s": 1.0,
+        },
     ),
 }
 """Every transport that runs on a CPU, with its options; those of GPUs with a driver that stands on

@@ -832,6 +832,66 @@ def test_parts_of_a_version_that_its_killed_ranks_did_not_commit_go_with_the_nex
         assert parts_in(run) == {2: [0, 1]}
 
 
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_committed_version_is_listed_though_a_rank_died_before_it_could_say_so(
+    run: Path, dying: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    showing = FilesPublisher.show_group
+
+    def show_group(end: FilesPublisher, update_id: str) -> None:
+        if end.names[update_id].endswith("-1") != bool(dying):
+            showing(end, update_id)
+
+    monkeypatch.setattr(FilesPublisher, "show_group", show_group)
+    with trainers(2, "files", url=run) as group:
+        published = group.publish(shards_of(1), version=1)
+        assert versions_in(run) == [1]
+    with files(run) as reader:
+        assert reader.newest() == published
+        assert reader.import_update(published)["w"].equal(matrix(1))
+
+
+def test_a_run_that_goes_on_with_fewer_ranks_removes_the_parts_of_the_others(run: Path) -> None:
+    with trainers(2, "files", url=run, keep_last=2) as group:
+        for version in (1, 2):
+            group.release(group.publish(shards_of(version), version=version))
+    (kept,) = run.glob("0000000001-*-1")
+    (kept / "KEEP").touch()
+    (read,) = run.glob("0000000002-*-1")
+    with DirectoryStore(run).leased(read.name), files(run, keep_last=2) as trainer:
+        for version in (3, 4, 5):
+            trainer.release(publish(trainer, version))
+        assert parts_in(run) == {1: [1], 2: [1], 4: [0], 5: [0]}
+    (kept / "KEEP").unlink()
+    with files(run, keep_last=2) as trainer:
+        publish(trainer, 6)
+        assert parts_in(run) == {5: [0], 6: [0]}
+
+
+def test_a_part_is_not_removed_while_its_rank_is_ahead_of_the_first(run: Path) -> None:
+    """Neither while it is published, nor while the first rank's own part is there."""
+    seen: list[dict[int, list[int]]] = []
+    showing = FilesPublisher.show
+
+    def show(end: FilesPublisher, manifest: WeightUpdateManifest, *, is_part: bool) -> None:
+        if end.names or manifest.weight_layout.rank:
+            showing(end, manifest, is_part=is_part)
+            ahead.set()
+            return
+        assert ahead.wait(60)
+        end._collect()
+        seen.append(parts_in(run))
+        showing(end, manifest, is_part=is_part)
+
+    ahead = threading.Event()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(FilesPublisher, "show", show)
+        with trainers(2, "files", url=run) as group:
+            group.publish(shards_of(1), version=1)
+    assert seen == [{1: [1]}]
+    assert versions_in(run) == [1]
+
+
 def test_all_ranks_keep_the_same_versions(run: Path) -> None:
     with trainers(2, "files", url=run, keep_last=2, keep_every=10) as group:
         for version in (9, 10, 11, 12, 13):

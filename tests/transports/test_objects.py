@@ -1,6 +1,7 @@
 """``files`` in object stores: over fsspec's local one the whole suite, and a server of S3."""
 
 import itertools
+import json
 import os
 import signal
 import zlib
@@ -11,8 +12,10 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 import torch
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
 from moto.server import ThreadedMotoServer
 from safetensors.torch import load
 
@@ -33,6 +36,7 @@ from rl_bridge.transports.files.objects import ObjectStore
 from rl_bridge.transports.files.store import Marker
 from rl_bridge.transports.files.transport import Files
 from tests.groups.rig import trainers
+from tests.transports.exclusive_files import ExclusiveFiles
 from tests.transports.test_files import (
     WEIGHTS,
     assert_holds,
@@ -43,15 +47,19 @@ from tests.transports.test_files import (
 )
 
 
+class ExclusiveTransport(Files):
+    """Processes that open it import this module, which makes the urls known."""
+
+
 class TestObjects(TransportSuite):
-    transport_class = Files
+    transport_class = ExclusiveTransport
     locate: ClassVar[Locate] = staticmethod(locate_in_files)
     num_cycles = 10
 
     @pytest.fixture
     def transport_kwargs(self, tmp_path: Path) -> dict[str, Any]:
         return {
-            "url": f"local://{tmp_path}/run",
+            "url": f"{ExclusiveFiles.protocol}://{tmp_path}/run",
             "storage_options": {"auto_mkdir": True},
             "keep_last": 0,
             "fenced": False,
@@ -392,6 +400,85 @@ def test_a_marker_that_was_created_although_its_request_failed_blocks_nobody(
                 publish(trainer, 6)
 
 
+@pytest.fixture
+def read_only(bucket: Any, url: str) -> Iterator[Callable[[], None]]:
+    """Call it, and nobody may write below the url any more, until the test ends."""
+    where = f"arn:aws:s3:::{url.removeprefix('s3://')}/*"
+    denied = {"Effect": "Deny", "Principal": "*", "Resource": where}
+    denied["Action"] = ["s3:PutObject", "s3:DeleteObject"]  # type: ignore[assignment]
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [denied]})
+    yield lambda: bucket.call_s3("put_bucket_policy", Bucket="bucket", Policy=policy)
+    bucket.call_s3("delete_bucket_policy", Bucket="bucket")
+
+
+def test_a_reader_that_may_not_write_imports_without_a_lease_and_is_warned_once(
+    opened: Open, read_only: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened() as trainer:
+        for version in (1, 2):
+            publish(trainer, version)
+    read_only()
+    with opened() as reader:
+        for manifest in reader.versions():
+            assert_holds(reader.import_update(manifest), manifest.weight_version)
+            reader.acknowledge(manifest)
+        with pytest.raises(WeightBridgeUnavailableError, match="PermissionError"):
+            reader.keep(manifest)
+        with pytest.raises(WeightBridgeUnavailableError, match="PermissionError"):
+            publish(reader, 3)
+    warned = [one for one in caplog.records if "may not write" in one.message]
+    assert len(warned) == 1
+
+
+def test_objects_without_bytes_are_no_markers_leases_or_records(
+    opened: Open, bucket: Any, url: str
+) -> None:
+    """A console makes such an object for a folder; ranges of it are refused."""
+    with opened(keep_last=1) as trainer, opened(source_worker="reader") as reader:
+        manifest = publish(trainer, 1)
+        (lease,) = bucket.glob(f"{url}/leases/*/*")
+        key = url.removeprefix("s3://bucket/")
+        for name in ("STABLE/", "leases/", "records/"):
+            bucket.call_s3("put_object", Bucket="bucket", Key=f"{key}/{name}", Body=b"")
+        for name in ("STABLE/_empty", "records/_empty", f"{lease.partition('/leases/')[2]}x"):
+            where = name if "/_" in name else f"leases/{name}"
+            bucket.pipe_file(f"{url}/{where}", b"")
+        assert_holds(reader.import_update(manifest), 1)
+        reader.acknowledge(manifest)
+        assert [one.state for one in trainer.holders(manifest)] == ["acknowledged"]
+        trainer.release(manifest)
+        bucket.pipe_file(f"{url}/0000000009-{'a' * 12}/model.safetensors", b"x")
+        publish(trainer, 2)
+        assert versions_in(trainer)[-1] == 2
+        assert not bucket.exists(f"{url}/0000000009-{'a' * 12}/model.safetensors")
+
+
+def test_a_look_fetches_only_markers_that_were_not_read_before(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+    call = ObjectStore.call
+
+    def noted(store: ObjectStore, method: str, *given: Any, **options: Any) -> Any:
+        if method == "cat_ranges":
+            fetched.extend(path.rsplit("/", 1)[-1] for path in given[0] if "/STABLE/" in path)
+        return call(store, method, *given, **options)
+
+    with opened(keep_last=9) as trainer, opened(source_worker="reader") as reader:
+        for version in (1, 2):
+            publish(trainer, version)
+        reader.versions()
+        with monkeypatch.context() as patched:
+            patched.setattr(ObjectStore, "call", noted)
+            assert versions_in(reader) == [1, 2]
+            assert fetched == []
+        publish(trainer, 3)
+        with monkeypatch.context() as patched:
+            patched.setattr(ObjectStore, "call", noted)
+            assert versions_in(reader) == [1, 2, 3]
+            assert fetched == ["0-0000000004"]
+
+
 # ---- faults between two requests -----------------------------------------------------------------
 
 
@@ -529,9 +616,11 @@ class Late(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
         return Late.looks - known < zlib.crc32(path.rsplit("/", 1)[-1].encode()) % Late.delay
 
     def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
-        found = super().ls(path, detail=False, **options)
-        assert not detail
-        return [one for one in found if os.path.isdir(one) or not self._is_hidden(one)]  # noqa: PTH112 - a text
+        found = super().ls(path, detail=True, **options)
+        seen = [
+            one for one in found if one["type"] == "directory" or not self._is_hidden(one["name"])
+        ]
+        return seen if detail else [one["name"] for one in seen]
 
     def cat_file(self, path: str, *given: Any, **options: Any) -> Any:
         if self._is_hidden(path):
@@ -548,7 +637,7 @@ def test_objects_that_become_visible_late_and_in_any_order_are_waited_for(
     fsspec.register_implementation("late", Late, clobber=True)
     there = {"auto_mkdir": True}
     with (
-        files(f"local://{tmp_path}/run", there) as trainer,
+        files(f"exclusive://{tmp_path}/run", there) as trainer,
         files(f"late://{tmp_path}/run", there, timeout_s=60.0, source_worker="reader") as reader,
         files(f"late://{tmp_path}/run", there, timeout_s=0.02, source_worker="hasty") as hasty,
     ):
@@ -559,6 +648,44 @@ def test_objects_that_become_visible_late_and_in_any_order_are_waited_for(
         monkeypatch.setattr(Late, "delay", 10**9)
         with pytest.raises(VersionNotFound, match="not visible here yet"):
             hasty.import_update(manifest)
+
+
+class Looking(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Creates a file as most of fsspec's file systems do: Hugging Face's hub, FTP, WebHDFS."""
+
+    protocol = "looking"
+    pipe_file = AbstractFileSystem.pipe_file
+
+
+class Unwritten(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Has requests, but none of its own that creates an object."""
+
+    protocol = "unwritten"
+
+
+@pytest.mark.parametrize("kind", [Looking, Unwritten])
+def test_a_store_that_looks_before_it_writes_is_refused_though_it_would_pass_a_trial(
+    kind: type[AbstractFileSystem],
+) -> None:
+    fsspec.register_implementation(kind.protocol, kind, clobber=True)
+    with (
+        files(f"{kind.protocol}://run", {}) as trainer,
+        pytest.raises(WeightBridgeUnavailableError, match=f"{kind.__name__} of fsspec, which"),
+    ):
+        publish(trainer, 1)
+
+
+def test_local_files_are_no_object_store_also_behind_another_file_system(tmp_path: Path) -> None:
+    with files(f"local://{tmp_path}/run", {}) as trainer:
+        for _ in range(2):
+            with pytest.raises(WeightBridgeUnavailableError, match="LocalFileSystem of fsspec"):
+                publish(trainer, 1)
+    behind = {"target_protocol": "local", "path": str(tmp_path)}
+    with (
+        files("dir://run", behind) as trainer,
+        pytest.raises(WeightBridgeUnavailableError, match="DirFileSystem of fsspec"),
+    ):
+        publish(trainer, 1)
 
 
 class Replacing(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -602,6 +729,10 @@ def test_a_bucket_that_is_missing_and_a_server_that_is_gone_are_refused_by_name(
         pytest.raises(WeightBridgeUnavailableError, match="Make it, then"),
     ):
         publish(trainer, 1)
+    with files("s3://nobucket/run", options, source_worker="reader") as reader:
+        for look in (reader.newest, reader.versions, lambda: next(reader.watch())):
+            with pytest.raises(WeightBridgeUnavailableError, match="the bucket of s3://nobucket"):
+                look()
     gone = {**options, "endpoint_url": "http://127.0.0.1:9"}
     with (
         files("s3://bucket/run", gone, request_timeout_s=1.0) as trainer,

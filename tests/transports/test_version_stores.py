@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 
 from rl_bridge.errors import SegmentError, VersionNotFound
 from rl_bridge.testing.processes import Child
 from rl_bridge.transports.files.store import Marker, VersionStore, version_name
 from rl_bridge.transports.files.transport import store_of
 from tests.helpers import die_before_a_change
+from tests.transports.exclusive_files import ExclusiveFiles
 from tests.transports.slow_view import SlowView
 
 MANY = pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(7200)])
@@ -24,7 +24,7 @@ _KINDS = ("directory", "objects")
 
 def opened(kind: str, run: str) -> VersionStore:
     return store_of(
-        run if kind == "directory" else f"local://{run}",
+        run if kind == "directory" else f"exclusive://{run}",
         storage_options={"auto_mkdir": True},
         request_timeout_s=30.0,
         lease_s=60.0,
@@ -171,7 +171,7 @@ class Killed:
 
     def _publish_until_killed(self, number: int, die_at: int) -> None:
         try:
-            files = [(LocalFileSystem, name) for name in ("pipe_file", "rm_file")]
+            files = [(ExclusiveFiles, name) for name in ("pipe_file", "rm_file")]
             die_before_a_change(itertools.count(die_at, -1), *files)
             store = opened(self.kind, self.run)
             writer = store.open_writer(0, fenced=True)

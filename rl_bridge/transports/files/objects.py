@@ -20,7 +20,12 @@ collector's clock: no two clocks are compared. A reader writes its lease and the
 marker; a collector removes the marker and then looks for leases. One of them sees the other. A
 reader that slept past its lease may find the data gone, but never other data: it digests all of it.
 
-`ObjectStore.open_writer` tries whether a store creates an object only if there is none.
+`ObjectStore.open_writer` tries whether a store creates an object only if there is none. It also
+refuses file systems of fsspec that would look whether an object is there and then write it: between
+the two, another publisher may write.
+
+**An account that may only read** takes no leases and reports nothing. Its bytes are digested as any
+reader's, so the worst is that a version goes while it is read.
 """
 
 import contextlib
@@ -114,6 +119,11 @@ class ObjectStore(VersionStore):
                 "directory, or a url that fsspec knows, such as s3://bucket/run1."
             ) from error
         self._root = self._root.rstrip("/")
+        self.lease_s: float = lease_s
+        self._is_bucket_there = False  # as far as anybody asked
+        self._is_denied = False  # this account may not write, and that was said
+        # Markers that were read, and what the listing said of them then.
+        self._known: dict[str, tuple[_Stamp, bytes]] = {}
         self._has_timeouts = isinstance(self._fs, AsyncFileSystem)
         self._seen = _Counters(lease_s)
         self._keeper = _Keeper(lease_s / _BEATS)
@@ -170,6 +180,25 @@ class ObjectStore(VersionStore):
             return []
         return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
 
+    def objects(self, *parts: str) -> dict[str, Mapping[str, Any]]:
+        """Name of each object right below a prefix, and what the listing says of it.
+
+        Raises:
+            WeightBridgeUnavailableError: the store cannot be read.
+
+        """
+        prefix = self.path(*parts)
+        try:
+            found = self.call("ls", prefix, detail=True)
+        except FileNotFoundError:
+            return {}
+        # (Consoles make an object of no bytes for a folder, of the folder's name.)
+        return {
+            one["name"].rsplit("/", 1)[-1]: one
+            for one in found
+            if one["type"] == "file" and one["name"].rstrip("/") != prefix
+        }
+
     def contents(self, *parts: str) -> dict[str, bytes]:
         """Name and content of all objects below a prefix, but for what goes meanwhile.
 
@@ -177,12 +206,18 @@ class ObjectStore(VersionStore):
             WeightBridgeUnavailableError: the store cannot be read.
 
         """
-        names = [name for name in self.listed(*parts) if name]
+        return self._fetched(parts, self.objects(*parts))
+
+    def _fetched(
+        self, parts: Sequence[str], objects: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, bytes]:
+        # (Stores refuse to give a range of an object that has no bytes.)
+        texts = {name: b"" for name, one in objects.items() if not one["size"]}
+        names = sorted(objects.keys() - texts.keys())
         if not names:
-            return {}
+            return texts
         paths = [self.path(*parts, name) for name in names]
         found = self.call("cat_ranges", paths, 0, MAX_RECORD_NBYTES, on_error="return")
-        texts = {}
         for name, text in zip(names, found, strict=True):
             if isinstance(text, FileNotFoundError):
                 continue
@@ -195,6 +230,8 @@ class ObjectStore(VersionStore):
     def text_at(self, path: str) -> bytes | None:
         """Content of a small object; None if it is not there."""
         try:
+            if not self.call("info", path)["size"]:
+                return b""
             return bytes(self.call("cat_file", path, start=0, end=MAX_RECORD_NBYTES))
         except FileNotFoundError:
             return None
@@ -207,12 +244,59 @@ class ObjectStore(VersionStore):
             return False
         return True
 
+    def is_denied(self, error: WeightBridgeUnavailableError) -> bool:
+        """Whether a write failed because this account may only read; the first is warned of."""
+        cause = error.__cause__
+        # (gcsfs has no type of its own for this answer.)
+        if not isinstance(cause, PermissionError) and not str(cause).startswith("Forbidden"):
+            return False
+        if not self._is_denied:
+            self._is_denied = True
+            _LOG.warning(
+                "this account may not write in %s: versions are read without a lease, so one may "
+                "be removed meanwhile, and publishers hear of no import (%s)",
+                self,
+                error,
+            )
+        return True
+
+    def _require_bucket(self) -> None:
+        """Tell a bucket that is missing from one without versions."""
+        bucket = self._root.partition("/")[0]
+        if self._is_bucket_there or not bucket:
+            return
+        try:
+            self._is_bucket_there = self.has(bucket)
+        except WeightBridgeUnavailableError:
+            return  # not every account may ask
+        if not self._is_bucket_there:
+            msg = f"the bucket of {self} is not there. Make it, or see to the url, then try again."
+            raise WeightBridgeUnavailableError(msg)
+
     # ---- reading
+
+    def _markers(self) -> dict[str, bytes]:
+        """Name and content of what is below ``STABLE``; only what is new is fetched."""
+        objects = self.objects(MARKER)
+        if not objects:
+            self._require_bucket()
+        stamps = {name: _stamp(one) for name, one in objects.items()}
+        texts = {
+            name: text for name, (stamp, text) in self._known.items() if stamp == stamps.get(name)
+        }
+        new = {name: one for name, one in objects.items() if name not in texts}
+        texts |= self._fetched([MARKER], new)
+        self._known = {
+            name: (stamp, texts[name])
+            for name, stamp in stamps.items()
+            if stamp is not None and name in texts
+        }
+        return texts
 
     def entries(self) -> list[Marker]:
         """All markers, of versions and claims, in the order of their numbers."""
         found = []
-        for text in self.contents(MARKER).values():
+        for text in self._markers().values():
             with contextlib.suppress(ValidationError):
                 found.append(Marker.model_validate_json(text))
         return sorted(found, key=lambda one: one.sequence)
@@ -226,7 +310,7 @@ class ObjectStore(VersionStore):
     def damaged(self) -> list[str]:
         """See `VersionStore.damaged`: a marker's own name, as it does not say its version's."""
         return [
-            f"{MARKER}/{name}" for name, text in self.contents(MARKER).items() if _is_none(text)
+            f"{MARKER}/{name}" for name, text in self._markers().items() if text and _is_none(text)
         ]
 
     def find(self, update_id: str) -> str:
@@ -245,7 +329,13 @@ class ObjectStore(VersionStore):
 
     def lease(self, name: str) -> Lease:
         """See `VersionStore.lease`."""
-        lease = _ObjectLease(self, name)
+        lease: Lease
+        try:
+            lease = _ObjectLease(self, name)
+        except WeightBridgeUnavailableError as error:
+            if not self.is_denied(error):
+                raise
+            lease = _NoLease()
         try:
             lease.marker = self._marker(name)  # after the lease is there: see the module
         except BaseException:
@@ -324,6 +414,13 @@ class ObjectStore(VersionStore):
         return _ObjectWriter(self, rank, fenced=fenced)
 
     def _require_exclusive_creation(self) -> None:
+        if _creates_by_looking(self._fs):
+            msg = (
+                f"{self} is written by {type(self._fs).__name__} of fsspec, which looks whether an "
+                "object is there and then writes it: two trainers could take one version's "
+                "place. Name a store with conditional writes, such as S3, or a directory."
+            )
+            raise WeightBridgeUnavailableError(msg)
         path = self.path(f".probe-{uuid.uuid4().hex}")
         self.create(path, b"1")
         try:
@@ -439,7 +536,7 @@ class ObjectStore(VersionStore):
         ranks = {name: rank for name in self.listed() if (rank := rank_of(name)) is not None}
         if not ranks:
             return {}
-        markers = self.listed(MARKER)
+        markers = [name for name, one in self.objects(MARKER).items() if one["size"]]
         entries = self.entries()
         if len(entries) < len(markers):
             return {}  # whose files a marker vouches for that cannot be read here is not known
@@ -488,6 +585,32 @@ class ObjectStore(VersionStore):
     def keep_alive(self, beat: Callable[[], None]) -> "_Beat":
         """Have `beat` called in a thread, in time for what lives `lease_s`, until it is closed."""
         return self._keeper.add(beat)
+
+
+_Stamp = tuple[object, ...] | None
+
+
+def _stamp(listed: Mapping[str, Any]) -> _Stamp:
+    """What a listing says that changes with an object's content; None if nothing is sure to."""
+    tag = listed.get("ETag") or listed.get("etag")
+    changed_at = listed.get("LastModified") or listed.get("updated") or listed.get("last_modified")
+    return (tag, changed_at, listed["size"]) if tag else None
+
+
+def _creates_by_looking(fs: Any) -> bool:
+    """Whether a file system of fsspec has only the general way to create a file: look, and write.
+
+    What passes calls on to another file system is as good as that one.
+    """
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    kind, general, method = type(fs), AbstractFileSystem, "pipe_file"
+    if issubclass(kind, AsyncFileSystem) and kind.pipe_file is AbstractFileSystem.pipe_file:
+        general, method = AsyncFileSystem, "_pipe_file"  # which does it then
+    is_general = getattr(kind, method) is getattr(general, method)
+    inner = vars(fs).get("fs")
+    return is_general or (isinstance(inner, AbstractFileSystem) and _creates_by_looking(inner))
 
 
 def marker_name(marker: Marker) -> str:
@@ -660,6 +783,13 @@ class _ObjectLease(Lease):
             self._beat.soon()  # whose thread removes the object
 
 
+class _NoLease(Lease):
+    """What a reader has that may not write."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class _ObjectRecord(RecordFile):
     """An object with a counter, which its consumer increments; the keeper's thread writes it."""
 
@@ -688,7 +818,13 @@ class _ObjectRecord(RecordFile):
                 return
             self._count += 1
             mark = _CLOSED if self._is_closed else str(self._count).encode()
-            self._store.put(self._path, mark + b"\n" + text, timeout_s=timeout_s)
+            try:
+                self._store.put(self._path, mark + b"\n" + text, timeout_s=timeout_s)
+            except WeightBridgeUnavailableError as error:
+                if not self._store.is_denied(error):
+                    raise
+                self._is_current.set()  # nobody need wait for it
+                return
             self._written = text
             if text == self._text:
                 self._is_current.set()

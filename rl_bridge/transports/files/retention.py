@@ -1,27 +1,36 @@
 """Which versions of a store are offered, and which are not to stay: markers alone tell it.
 
 A version that one publisher published whole is offered once it is visible. One that several ranks
-published is offered once the marker of its first part says that all ranks have, as long as all
-parts are there: each part's marker has the group's header.
+published is offered once the marker of any part says that all ranks have, as long as all parts are
+there: each part's marker has the group's header.
 """
 
 import math
 from collections.abc import Collection, Iterable
 
 from rl_bridge.manifest.group import group_update_id
-from rl_bridge.transports.files.store import StoredVersion
+from rl_bridge.transports.files.store import Marker, StoredVersion
 
-__all__ = ["offered", "parts_of", "surplus", "update_id_of"]
+__all__ = ["committed_headers", "offered", "orphans", "parts_of", "surplus", "update_id_of"]
+
+
+def committed_headers(visible: Iterable[StoredVersion]) -> set[str]:
+    """The headers of groups that all ranks published."""
+    return {one.marker.header for one in visible if one.marker.is_committed}
 
 
 def offered(visible: Iterable[StoredVersion]) -> list[StoredVersion]:
     """Those that can be imported, in the given order; a group's first part stands for the group."""
     visible = list(visible)
+    committed = committed_headers(visible)
+
+    def is_whole(group: Marker, first: StoredVersion) -> bool:
+        return group.header in committed and len(parts_of(first, visible)) == group.world_size
+
     return [
         one
         for one in visible
-        if one.marker.part is None
-        or (one.marker.is_committed and len(parts_of(one, visible)) == one.marker.world_size)
+        if one.marker.part is None or (one.marker.part == 0 and is_whole(one.marker, one))
     ]
 
 
@@ -43,6 +52,17 @@ def update_id_of(version: StoredVersion, visible: Iterable[StoredVersion]) -> st
     if version.marker.part is None:
         return version.marker.update_id
     return group_update_id(one.marker.update_id for one in parts_of(version, visible))
+
+
+def orphans(visible: Iterable[StoredVersion]) -> list[StoredVersion]:
+    """Parts of groups whose first part is not there: nothing can be made of them any more.
+
+    For the publisher of first parts, who sees its own at once, whatever it sees late of others. A
+    part that is being published is among them until the first one is there; it is leased.
+    """
+    visible = list(visible)
+    firsts = {one.marker.header for one in visible if one.marker.part == 0}
+    return [one for one in visible if one.marker.part and one.marker.header not in firsts]
 
 
 def surplus(
@@ -67,7 +87,7 @@ def surplus(
 
     """
     visible = list(visible)
-    committed = {one.marker.header for one in visible if one.marker.is_committed}
+    committed = committed_headers(visible)
     whole = {one.marker.header for one in offered(visible)}
     published: list[StoredVersion] = []
     counted: list[StoredVersion] = []

@@ -13,8 +13,9 @@ there.
 as it is to be kept.
 
 **A group is whole or absent.** Where several ranks publish a version, each of them writes a part.
-The first rank's part holds the group's manifest, and its marker says when all ranks have committed
-the version (`Marker.is_committed`). Until then, and if they never do, the parts are no version.
+The first rank's part holds the group's manifest. Each part's marker says when all ranks have
+committed the version (`Marker.is_committed`); the first to say so is believed, as the others may
+have died. Until then, and if they never do, the parts are no version.
 `rl_bridge.transports.files.retention` tells from the markers alone what is offered, and what is not
 to stay.
 
@@ -61,7 +62,7 @@ class Marker(BaseModel):
             have voted, of the group's.
         part: of a part, its place in the group; None: a whole version.
         world_size: of the group.
-        is_committed: in the marker of a group's first part: all ranks published the version.
+        is_committed: of a part: all ranks published the version.
         suffix: what the names of the version's files end in, but for its manifests: ``.part`` in a
             part, which no loader then takes for a whole model. (Parts had none before.)
 
@@ -218,12 +219,15 @@ class VersionStore(ABC):
         num_readers: how many threads read well beside each other; None: as many as cores.
         file_nbytes: the largest size of a file that is good here, unless a tensor is larger.
         directory: where versions are directories, what they are in; changes there may be told.
+        lease_s: where leases end by themselves, how many seconds one lives whose reader says
+            nothing; None: leases end with their process.
 
     """
 
     num_readers: int | None = None
     file_nbytes: int = 5 << 30
     directory: Path | None = None
+    lease_s: float | None = None
 
     # ---- reading
 

@@ -59,6 +59,7 @@ from rl_bridge.transports.files.layout import INDEX, Chunk, FileLayout, layout_o
 from rl_bridge.transports.files.objects import ObjectStore
 from rl_bridge.transports.files.retention import (
     offered,
+    orphans,
     parts_of,
     surplus,
     update_id_of,
@@ -449,20 +450,22 @@ class FilesPublisher(PublisherEnd):
         self.seal_header(update_id, group.header_digest)
 
     def show_group(self, update_id: str) -> None:
-        """Note in the marker of a group's first part that it is published: this offers it.
+        """Note in the part's marker that the group is published: the first to do so offers it.
 
-        Other ranks know what they published, and the next publisher of theirs finds that marker.
+        Every rank does, as any of them may have died since all agreed.
         """
         if update_id not in self.names:
             return
         self._joined.add(update_id)
-        if self._leases[update_id].marker.part == 0:
-            try:
-                self._seal_anew(update_id, is_committed=True)
-            except WeightBridgeError:
-                _LOG.exception(
-                    "%s in %s is published, and not listed", self.names[update_id], self.store
-                )
+        try:
+            self._seal_anew(update_id, is_committed=True)
+        except WeightBridgeError:
+            _LOG.exception(
+                "%s in %s is published, and does not say so; it is listed if another rank's part "
+                "does",
+                self.names[update_id],
+                self.store,
+            )
         self._collect()
 
     def show(self, manifest: WeightUpdateManifest, *, is_part: bool) -> None:
@@ -550,14 +553,17 @@ class FilesPublisher(PublisherEnd):
     def _remove_old(self) -> None:
         if self.writer.is_superseded():
             return
-        held = set(self.names.values())
-        for one in surplus(
-            self.store.visible(),
+        held, visible = set(self.names.values()), self.store.visible()
+        found = surplus(
+            visible,
             self._rank,
             keep_last=self._keep_last,
             keep_every=self._keep_every,
             joined=self._joined,
-        ):
+        )
+        if self._rank == 0:  # of ranks that a run once had, and may have no more
+            found += orphans(visible)
+        for one in found:
             if one.name not in held and self.store.remove(one.name):
                 self._joined.discard(one.marker.update_id)
         self.writer.sweep()
