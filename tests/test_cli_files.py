@@ -2,9 +2,12 @@
 
 import json
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -291,6 +294,31 @@ def test_gc_leaves_what_is_kept_and_what_is_being_read(store: Path) -> None:
         found = call("files", "gc", store, "--keep-last", "1", "--json").json["found"]
     assert [one["outcome"] for one in found] == ["kept", "being read", "removed"]
     assert listed(store) == [1, 2, 4]
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_gc_tells_the_lease_of_a_killed_reader_by_that_it_does_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lives: bool
+) -> None:
+    url = f"memory://{tmp_path}/run"
+    with make_weight_bridge("files", url=url) as trainer:
+        first, _ = [trainer.publish(WEIGHTS, weight_version=version) for version in (1, 2)]
+    lease = f"{url}/leases/0000000001-{first.update_id[:12]}/of-a-reader"
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file(lease, b"7")
+    dry = call("files", "gc", url, "--keep-last", "1", "--dry-run", "--json").json
+    assert [one["outcome"] for one in dry["found"]] == ["being read"]
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        if lives:
+            memory.pipe_file(lease, b"8")
+
+    clock = SimpleNamespace(sleep=sleep)
+    monkeypatch.setattr("rl_bridge.cli.files.time", clock)
+    said = call("files", "gc", url, "--keep-last", "1", "--lease-s", "0.01", "--json").json
+    assert [one["outcome"] for one in said["found"]] == ["being read" if lives else "removed"]
+    assert memory.exists(lease) == lives
 
 
 def test_gc_says_what_it_leaves_where_a_publisher_may_live(store: Path) -> None:

@@ -3,6 +3,7 @@
 A store is named by the url that the bridges of ``files`` are given. Nothing here needs a trainer.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -103,9 +104,9 @@ def _told(*, as_json: bool) -> Iterator[None]:
         raise
 
 
-def _store_of(url: str) -> VersionStore:
+def _store_of(url: str, **options: float) -> VersionStore:
     try:
-        return Files(url=url).store
+        return Files(url=url, **options).store
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -413,7 +414,7 @@ class _Left:
     outcome: str
 
 
-def gc(
+def gc(  # noqa: PLR0917 - typer calls it by name
     url: Url,
     keep_last: Annotated[
         int, typer.Option("--keep-last", min=0, help="How many of the newest versions stay.")
@@ -427,8 +428,17 @@ def gc(
             help="Versions that are multiples of it stay.",
         ),
     ] = None,
+    lease_s: Annotated[
+        float,
+        typer.Option(
+            "--lease-s",
+            help="In an object store, how many seconds a lease lives whose reader says nothing: "
+            "the readers' lease_s=. So long it waits where a version is leased.",
+        ),
+    ] = 60.0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+        bool,
+        typer.Option("--dry-run", help="Only say what would be removed, and wait for no lease."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -437,10 +447,12 @@ def gc(
     It is what a publisher removes as it publishes, for all ranks. What somebody reads, or said to
     keep, stays. While a publisher lives, nothing is removed and the exit code is 1: it removes
     older versions itself, and may be writing what looks unfinished. Where nobody can tell whether
-    one lives, what it has not released stays, and so does what is unfinished: end it first.
+    one lives, what it has not released stays, and so does what is unfinished: end it first. In an
+    object store the lease of a reader that was killed is told from others by waiting: it does not
+    change.
     """
     with _told(as_json=as_json):
-        store = _store_of(url)
+        store = _store_of(url, lease_s=lease_s)
         left = _collect(store, keep_last, keep_every, dry_run=dry_run)
     gone = [one for one in left if one.outcome in {"removed", "would be removed"}]
     total = sum(one.nbytes for one in gone)
@@ -495,6 +507,8 @@ def _collect(
                 is_published = marker.part is None or marker.header in committed
                 why = f"not of the newest {keep_last}" if is_published else "part of no version"
                 found.append(_removed(store, one.name, rank, why, dry_run=dry_run))
+        if store.lease_s is not None and not dry_run:
+            found = _once_more(store, found, after_s=store.lease_s)
         for name, rank in unfinished.items():
             nbytes = _nbytes(store, name)
             outcome = "would be removed" if dry_run else "removed"
@@ -512,6 +526,18 @@ def _collect(
                 for one in found
             ]
     return found
+
+
+def _once_more(store: VersionStore, found: list[_Left], *, after_s: float) -> list[_Left]:
+    """Look again at what is leased: what has not changed since is of a reader that is dead."""
+    if any(one.outcome == "being read" for one in found):
+        time.sleep(after_s)
+    return [
+        _removed(store, one.name, one.rank, one.why, dry_run=False)
+        if one.outcome == "being read"
+        else one
+        for one in found
+    ]
 
 
 def _removed(store: VersionStore, name: str, rank: int, why: str, *, dry_run: bool) -> _Left:
