@@ -1,5 +1,6 @@
 """The bridges that users make: one class for each transport, and a maker by name."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -8,10 +9,12 @@ from rl_bridge.assembly.plan import ReshardPlan
 from rl_bridge.assembly.wanted import Wanted, WantedLayout
 from rl_bridge.bridge.arguments import UpdateRef, check_options, require_transport, update_id_of
 from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.errors import SegmentError, VersionNotFound, WeightManifestValidationError
 from rl_bridge.lifecycle import Observer
 from rl_bridge.manifest.group import GROUP
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.passes import checked_count
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import (
     NIXL,
@@ -23,6 +26,8 @@ from rl_bridge.transports.registry import (
     canonical_name,
     transport_class,
 )
+
+_LOG = logging.getLogger(__name__)
 
 
 class LocalTensorCopyBridge(TensorBridge):
@@ -156,13 +161,51 @@ class FilesTensorBridge(TensorBridge):
         return [manifest for _, manifest in self._stored()][::-1]
 
     def newest(self) -> WeightUpdateManifest | None:
-        """The one of `versions` that was published last, for an engine that starts late, or None.
+        """The one of `versions` that was published last, or None; none of its bytes is read.
 
         Raises:
             WeightBridgeUnavailableError: the directory cannot be read.
 
         """
         return next((manifest for _, manifest in self._stored()), None)
+
+    def newest_verified(self, *, max_skipped: int = 8) -> WeightUpdateManifest | None:
+        """The newest version whose every byte is what was published, or None if there is none yet.
+
+        For a trainer that goes on from it, and an engine that starts late. What is damaged, or goes
+        meanwhile, is skipped with a warning. The version has been imported here then, so to import
+        it again, or to install it through this bridge, reads no file; `release_imported` lets its
+        memory go.
+
+        Args:
+            max_skipped: how many versions are skipped at most.
+
+        Raises:
+            TypeError, ValueError: `max_skipped` is no number of 0 or more.
+            VersionNotFound: there are versions, and none of those that were looked at is whole.
+            WeightBridgeUnavailableError: the store cannot be read, which says nothing of versions.
+
+        """
+        num_left = checked_count("max_skipped", max_skipped + 1)
+        assert isinstance(self._transport, Files)
+        if self._transport.is_empty():
+            return None
+        for _, manifest in self._stored():
+            try:
+                self.import_update(manifest)
+            except (SegmentError, WeightManifestValidationError) as error:
+                _LOG.warning("version %d is skipped: %s", manifest.weight_version, error)
+            else:
+                return manifest
+            num_left -= 1
+            if not num_left:
+                break
+        msg = (
+            f"{self._transport.store} has versions, expected a whole one among the newest "
+            f"{max_skipped + 1}, got none: the log says what is wrong with each. Look with "
+            "`rl-bridge files verify`, raise max_skipped, or name another store."
+        )
+        raise VersionNotFound(msg)
 
     def watch(
         self, *, timeout_s: float = 600.0, every_s: float = 0.5

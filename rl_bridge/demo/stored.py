@@ -12,7 +12,7 @@ trainer for a copy of each version, by a pipe and not by the bridge.
 import base64
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -43,7 +43,8 @@ from rl_bridge.testing.processes import Child, ChildDied, ChildError
 from rl_bridge.transports.files.transport import Files
 
 FAULTS = (Fault.STALE, Fault.KILLED, Fault.CORRUPTED, Fault.HALF_WAY)
-"""In this order: a new trainer goes on from the newest version, which must not be a damaged one."""
+"""In this order: that a new trainer goes on from the newest version is checked by its number, and a
+damaged version would be skipped."""
 
 _WATCH_S = 30.0
 _Answer = TypeVar("_Answer")
@@ -71,7 +72,7 @@ class StoreRank:
         # First the right to publish: what is the newest version then stays the newest.
         self._end = self._bridge.publisher.end
         self._version = 0
-        newest = self._bridge.newest()
+        newest = self._bridge.newest_verified()
         if newest is not None:
             self._policy.load_state_dict(dict(self._bridge.import_update(newest)))
             self._bridge.release_imported(newest)
@@ -235,10 +236,18 @@ class StoreWorker(RolloutWorker):
 
     def _updated(self, config: RolloutConfig) -> RolloutExecutor:
         self._bridge = _open(config.url, "rollout")
-        self._found = self._bridge.watch(timeout_s=_WATCH_S)
+        self._found = self._versions(self._bridge.newest_verified())
         return RolloutExecutor(
             weight_bridge=self._bridge, weight_install_adapter=self.sampler.adapter
         )
+
+    def _versions(self, first: WeightUpdateManifest | None) -> Iterator[WeightUpdateManifest]:
+        """What was there when this engine started, whole, and then each newer version."""
+        if first is not None:
+            yield first
+        for manifest in self._bridge.watch(timeout_s=_WATCH_S):
+            if first is None or manifest.update_id != first.update_id:
+                yield manifest
 
     def update(self, *, is_stale: bool, fail_half_way: bool) -> dict[str, Any]:
         """Install the next version that the store shows, or try the one before the newest.

@@ -695,6 +695,73 @@ def test_a_version_of_which_changes_are_still_to_be_seen_is_waited_for(
         assert_holds(importing.result(), 1)
 
 
+# ---- the newest version that is whole ------------------------------------------------------------
+
+
+def flip(folder: Path) -> None:
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "skipped", "reason"),
+    [
+        (flip, 1, "expected"),
+        (lambda one: (one / "model.safetensors").unlink(), 1, "is not there"),
+        (lambda one: os.truncate(one / "model.safetensors", 100), 1, "has 100 bytes"),
+        (lambda one: (one / "manifest.json").write_text("{"), 0, "is left out"),
+    ],
+)
+def test_who_starts_late_or_goes_on_takes_the_newest_version_that_is_whole(
+    run: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], object],
+    skipped: int,
+    reason: str,
+) -> None:
+    with files(run, keep_last=9) as trainer:
+        for version in (1, 2, 3):
+            publish(trainer, version)
+    damage(next(run.glob("0000000003-*")))
+    engine = torch.nn.ParameterDict({name: torch.zeros_like(one) for name, one in WEIGHTS.items()})
+    with (
+        files(run) as bridge,
+        RolloutExecutor(
+            weight_bridge=bridge, weight_install_adapter=ModuleInstallAdapter(engine)
+        ) as executor,
+    ):
+        executor.update_weights(bridge.newest_verified() or "")
+        assert_holds(dict(engine.items()), 2)
+    assert len([one for one in caplog.records if "version 3 is skipped" in one.message]) == skipped
+    assert reason in caplog.text
+    with files(run, keep_last=9) as trainer:
+        found = trainer.newest_verified()
+        assert found is not None
+        assert_holds(trainer.import_update(found), 2)
+        publish(trainer, found.weight_version + 1)
+        assert trainer.newest() == trainer.latest_manifest
+
+
+def test_where_no_version_is_whole_that_is_an_error_and_not_an_empty_store(run: Path) -> None:
+    with files(run) as bridge:
+        assert bridge.newest_verified() is None  # its trainer will make the directory
+    with files(run, keep_last=9) as trainer:
+        for version in (1, 2, 3):
+            publish(trainer, version)
+    for folder in run.glob("000000000[23]-*"):
+        flip(folder)
+    with files(run) as bridge:
+        with pytest.raises(VersionNotFound, match=r"a whole one among the newest 2, got none"):
+            bridge.newest_verified(max_skipped=1)
+        for folder in run.glob("0*"):
+            (folder / "STABLE").write_text("{}")
+        with pytest.raises(VersionNotFound, match="rl-bridge files verify"):
+            bridge.newest_verified()
+        with pytest.raises(ValueError, match="max_skipped"):
+            bridge.newest_verified(max_skipped=-1)
+
+
 # ---- versions of several ranks -------------------------------------------------------------------
 
 

@@ -267,6 +267,21 @@ class Files(Transport):
                 continue
             yield version.marker.sequence, manifest
 
+    def is_empty(self) -> bool:
+        """Whether the store has no version yet, be it whole or damaged.
+
+        Raises:
+            WeightBridgeUnavailableError: the store cannot be read.
+
+        """
+        if self._is_unmade():
+            return True
+        return not offered(self.store.visible()) and not self.store.damaged()
+
+    def _is_unmade(self) -> bool:
+        """Whether it is a directory that its trainer has still to make."""
+        return self.store.directory is not None and not self.store.directory.exists()
+
     def watch(self, *, timeout_s: float, every_s: float) -> Iterator[WeightUpdateManifest]:
         """Yield the newest version, and each one that is newer when it is looked for.
 
@@ -274,16 +289,15 @@ class Files(Transport):
             WeightBridgeUnavailableError: the directory cannot be read.
 
         """
-        directory = self.store.directory
 
         def newest() -> WeightUpdateManifest | None:
-            if directory is not None and not directory.exists():
-                return None  # its trainer makes it
+            if self._is_unmade():
+                return None
             return next((manifest for _, manifest in self.stored()), None)
 
         return watch(
             newest,
-            directory,
+            self.store.directory,
             timeout_s=checked_seconds("timeout_s", timeout_s),
             every_s=checked_seconds("every_s", every_s),
         )
