@@ -1,6 +1,6 @@
 """Measures versions in files: `python benchmarks/files.py [--quick] [--folder DIR]`.
 
-A model of some 1 GB in 300 tensors, on a disk: publishing over ``files`` beside writing the same
+A model of some 2 GB in 300 tensors, on a disk: publishing over ``files`` beside writing the same
 tensors with safetensors and syncing them; importing with verification beside safetensors' loading
 of the file and plain reads of it into memory; and importing by a second reader of the host beside
 an import over shared memory; in turn in one run. README.md beside this file says how each figure

@@ -42,6 +42,8 @@ from rl_bridge.demo.trainer import (
 )
 from rl_bridge.errors import DeadlineExceeded, EngineLost, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.testing.faults import damage_stored
+from rl_bridge.transports.files.transport import Files
 
 SMALL = SortTask(num_digits=3, base=4)
 LOCAL = RolloutConfig(transport="local-clone", seed=3, task=SMALL)
@@ -220,6 +222,20 @@ def test_a_trainer_that_is_not_killed_or_not_resumed_as_it_says_is_found_out(
         made.step(2, None)
         with pytest.raises(PromiseBroken, match=words):
             made.step(3, Fault.KILLED)
+
+
+def test_a_trainer_goes_on_from_the_newest_version_that_is_whole(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    options: dict[str, Any] = {"task": {"num_digits": 3, "base": 4}, "seed": 0, "num_steps": 4}
+    with closing(StoreRank(url=url, **options)) as rank:
+        for _ in range(2):
+            rank.publish()
+    store = Files(url=url).store
+    damage_stored(store, store.visible()[-1].marker.update_id)
+    with closing(StoreRank(url=url, **options)) as rank:
+        assert rank.version() == 1
+        rank.publish()
+    assert [one.marker.weight_version for one in store.visible()] == [2, 2]
 
 
 class StubbornWorker(StoreWorker):

@@ -210,9 +210,9 @@ class FilesTensorBridge(TensorBridge):
     def watch(
         self, *, timeout_s: float = 600.0, every_s: float = 0.5
     ) -> Iterator[WeightUpdateManifest]:
-        """Yield each version once it is visible: first the newest that is there, then later ones.
+        """Yield the newest version that is there, and then the newest at each look that finds one.
 
-        If several came between two looks, only the newest is given. With the package
+        Of several that came between two looks, only the newest is given. With the package
         ``watchfiles`` (extra ``files``), and a directory that only this machine writes to, the
         kernel tells when to look.
 

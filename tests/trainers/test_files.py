@@ -1,4 +1,4 @@
-"""Versions in files, and transformers: a whole version is a model, a rank's part is none."""
+"""Versions in files, beside the packages that load them: a whole one is a model, a part is none."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.cli.program import app
+from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.groups import Piece, Placement
 from tests.groups.meshes import Shards
 from tests.groups.rig import trainers
@@ -69,6 +70,14 @@ def test_a_whole_version_is_a_model(
         trainer.publish(model, weight_version=1)
     (folder,) = run.glob("0*")
     assert_loads(folder, model)
+
+
+def test_the_hub_is_refused_as_it_has_no_conditional_writes(model: torch.nn.Module) -> None:
+    with (
+        make_weight_bridge("files", url="hf://datasets/nobody/nothing") as trainer,
+        pytest.raises(WeightBridgeUnavailableError, match="HfFileSystem of fsspec, which looks"),
+    ):
+        trainer.publish(model, weight_version=1)
 
 
 def test_a_rank_s_part_is_no_model_and_export_makes_one_of_all_parts(
