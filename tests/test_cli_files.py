@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -309,14 +308,13 @@ def test_gc_tells_the_lease_of_a_killed_reader_by_that_it_does_not_change(
     dry = call("files", "gc", url, "--keep-last", "1", "--dry-run", "--json").json
     assert [one["outcome"] for one in dry["found"]] == ["being read"]
 
-    def sleep(seconds: float) -> None:
-        time.sleep(seconds)
+    def sleep(_seconds: float) -> None:
         if lives:
             memory.pipe_file(lease, b"8")
 
     clock = SimpleNamespace(sleep=sleep)
     monkeypatch.setattr("rl_bridge.cli.files.time", clock)
-    said = call("files", "gc", url, "--keep-last", "1", "--lease-s", "0.01", "--json").json
+    said = call("files", "gc", url, "--keep-last", "1", "--lease-s", "1e-9", "--json").json
     assert [one["outcome"] for one in said["found"]] == ["being read" if lives else "removed"]
     assert memory.exists(lease) == lives
 

@@ -49,6 +49,7 @@ _MIN_ID_DIGITS, _MIN_ID_DECIMALS = 4, 8  # a shorter decimal text is a version's
 _SHOWN = 20
 _FILE_NBYTES = 5 << 30
 _EVERYTHING = 1 << 62  # versions to keep
+_LEASE_S = 60.0
 
 Url = Annotated[
     str,
@@ -104,9 +105,9 @@ def _told(*, as_json: bool) -> Iterator[None]:
         raise
 
 
-def _store_of(url: str, **options: float) -> VersionStore:
+def _store_of(url: str, *, lease_s: float = _LEASE_S) -> VersionStore:
     try:
-        return Files(url=url, **options).store
+        return Files(url=url, lease_s=lease_s).store
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -435,7 +436,7 @@ def gc(  # noqa: PLR0917 - typer calls it by name
             help="In an object store, how many seconds a lease lives whose reader says nothing: "
             "the readers' lease_s=. So long it waits where a version is leased.",
         ),
-    ] = 60.0,
+    ] = _LEASE_S,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Only say what would be removed, and wait for no lease."),

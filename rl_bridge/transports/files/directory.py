@@ -304,7 +304,7 @@ def _read_marker(folder: Path) -> Marker | None:
         return None
 
 
-def _marker_text(folder: Path) -> bytes | None:
+def _marker_text(folder: Path, *, num_tries: int = _STALE_TRIES) -> bytes | None:
     """What a marker's file holds; None if it is certain that there is none.
 
     Raises:
@@ -313,22 +313,20 @@ def _marker_text(folder: Path) -> bytes | None:
 
     """
     path = folder / MARKER
-    for tries_left in reversed(range(_STALE_TRIES)):
-        try:
-            with path.open("rb") as file:
-                return file.read(MAX_MARKER_NBYTES)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            # (Where NFS had the file that was there before, it finds the new one when it is opened
-            # once more.)
-            if error.errno != errno.ESTALE or not tries_left:
-                msg = (
-                    f"{path} cannot be read: {error.strerror or error}. See to the file system and "
-                    "to this user's rights there, then try again."
-                )
-                raise WeightBridgeUnavailableError(msg) from error
-    raise AssertionError("unreachable: the last try returned or raised")
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_MARKER_NBYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        # (Where NFS had the file that was there before, it finds the new one when it opens again.)
+        if error.errno == errno.ESTALE and num_tries > 1:
+            return _marker_text(folder, num_tries=num_tries - 1)
+        msg = (
+            f"{path} cannot be read: {error.strerror or error}. See to the file system and to this "
+            "user's rights there, then try again."
+        )
+        raise WeightBridgeUnavailableError(msg) from error
 
 
 def _unreadable(path: Path, error: OSError) -> SegmentError:
