@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.memory import segment
 from rl_bridge.testing import TransportSuite
 from rl_bridge.testing.faults import Locate, locate_in_files
-from rl_bridge.testing.processes import Child, ChildDied
+from rl_bridge.testing.processes import Child, ChildDied, ChildError
 from rl_bridge.trainers import read_peft
 from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.transport import Files, FilesPublisher
@@ -693,6 +694,67 @@ def test_a_version_of_which_changes_are_still_to_be_seen_is_waited_for(
         while not importing.done():
             view.catch_up(1)
         assert_holds(importing.result(), 1)
+
+
+# ---- another user --------------------------------------------------------------------------------
+
+
+class Nobody:
+    """A process of a user that owns nothing."""
+
+    def __init__(self, *, run: str) -> None:
+        os.setgroups([])
+        os.setgid(_NOBODY)
+        os.setuid(_NOBODY)
+        self.run = run
+
+    def look(self) -> list[int]:
+        with files(self.run, fetch_once=False) as reader:
+            for manifest in (found := reader.versions()):
+                assert_holds(reader.import_update(manifest), manifest.weight_version)
+                reader.acknowledge(manifest)
+        return [one.weight_version for one in found]
+
+    def publish(self) -> None:
+        with files(self.run) as trainer:
+            publish(trainer, 9)
+
+    def keep(self) -> None:
+        with files(self.run) as reader:
+            reader.keep(reader.newest() or "")
+
+
+_NOBODY = 65534
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_another_user_reads_what_it_may_and_is_told_what_it_may_not() -> None:
+    with tempfile.TemporaryDirectory() as place:  # pytest's own is closed to others
+        Path(place).chmod(0o755)
+        run = Path(place) / "run"
+        with files(run) as trainer:
+            for version in (1, 2):
+                publish(trainer, version)
+        (folder,) = run.glob("0000000002-*")
+        with Child(Nobody, run=str(run)) as child:
+            assert child.ready().call("look") == [1, 2]
+            for ask, words in (("publish", "cannot hold versions"), ("keep", "cannot be kept")):
+                with pytest.raises(ChildError, match=rf"{words}: Permission denied") as told:
+                    child.call(ask)
+                assert told.value.kind == "WeightBridgeUnavailableError"
+            for path, words in (
+                (folder / "model.safetensors", "SegmentError"),
+                (folder / "LOCK", "SegmentError"),
+                (folder / "STABLE", "WeightBridgeUnavailableError"),
+                (run, "WeightBridgeUnavailableError"),
+            ):
+                mode = path.stat().st_mode
+                path.chmod(0)
+                with pytest.raises(ChildError, match="Permission denied") as told:
+                    child.call("look")
+                assert told.value.kind == words
+                path.chmod(mode)
+            assert child.call("look") == [1, 2]
 
 
 # ---- the newest version that is whole ------------------------------------------------------------

@@ -224,6 +224,42 @@ def test_the_lease_of_a_reader_that_says_nothing_more_ends(
         assert not bucket.exists(f"{url}/leases/{name}/of-a-killed-reader")
 
 
+def test_a_reader_that_slept_past_its_lease_finds_the_version_gone_and_reads_the_newest(
+    opened: Open, bucket: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        opened(keep_last=1) as trainer,
+        opened(timeout_s=0.1, fetch_once=False, source_worker="reader") as reader,
+    ):
+        first = publish(trainer, 1)
+        trainer.release(first)
+        read, is_awake = ObjectStore.read, itertools.count()
+
+        def late(store: ObjectStore, name: str, *given: Any) -> None:
+            if not next(is_awake):
+                for path in bucket.find(f"{url}/leases/{name}"):
+                    bucket.rm_file(path)  # as its collector takes it for dead
+                publish(trainer, 2)
+                assert versions_in(trainer) == [2]
+            read(store, name, *given)
+
+        monkeypatch.setattr(ObjectStore, "read", late)
+        with pytest.raises(VersionNotFound, match="Import"):
+            reader.import_update(first)
+        assert_holds(reader.import_update(reader.newest_verified() or ""), 2)
+
+
+def test_a_run_that_goes_on_with_fewer_ranks_removes_the_parts_of_the_others(
+    opened: Open, url: str, options: dict[str, Any], bucket: Any
+) -> None:
+    with trainers(2, "files", url=url, storage_options=options) as group:
+        group.release(group.publish(shards_of(1), version=1))
+    with opened(keep_last=1) as trainer:
+        for version in (2, 3):
+            trainer.release(publish(trainer, version))
+    assert [path.rsplit("/", 1)[-1][:10] for path in bucket.glob(f"{url}/0*")] == ["0000000003"]
+
+
 def test_a_version_that_is_to_be_kept_is(opened: Open) -> None:
     with opened(keep_last=1) as trainer:
         manifest = publish(trainer, 1)

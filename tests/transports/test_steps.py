@@ -271,6 +271,18 @@ def test_a_receiver_leaves_the_attempt_of_a_killed_trainer_and_takes_the_next_on
             assert load_file(folder / "model.safetensors")["w"].equal(weights(1, 1)["w"])
 
 
+def test_an_older_trainer_that_lost_its_lock_takes_back_no_step_of_the_next_one(run: Path) -> None:
+    with files(run, steps="stable") as older:
+        publish(older, 1)
+        (run / ".writer-0").unlink()
+        with files(run, steps="stable") as newer:
+            publish(newer, 2, life=1)
+            with pytest.raises(WeightBridgeUnavailableError, match="has taken over"):
+                publish(older, 2)
+            found = load_file(run / "step_2" / "model.safetensors")
+            assert found["w"].equal(weights(1, 2)["w"])
+
+
 def test_a_version_that_is_not_offered_or_not_finished_in_time_is_an_error(run: Path) -> None:
     folder = run / "step_1"
     with pytest.raises(DeadlineExceeded, match=r"step_1.*expected \.sender_ready.*got no marker"):
