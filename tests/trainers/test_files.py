@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from rl_bridge import make_weight_bridge
 from rl_bridge.cli.program import app
 from rl_bridge.errors import WeightBridgeUnavailableError
-from rl_bridge.groups import Piece, Placement
-from tests.groups.meshes import Shards
+from tests.groups.meshes import flat_cut
 from tests.groups.rig import trainers
 
 CONFIG = Qwen2Config(
@@ -34,27 +33,6 @@ def model() -> torch.nn.Module:
 def config_dir(tmp_path: Path) -> Path:
     CONFIG.save_pretrained(tmp_path / "config")
     return tmp_path / "config"
-
-
-def stages(model: torch.nn.Module) -> list[Shards]:
-    """A pipeline of two ranks, the second of which has the second layer."""
-
-    def stage(rank: int) -> Shards:
-        held = {name: one for name, one in model.state_dict().items() if _rank_of(name) == rank}
-        placed = {}
-        for name, one in held.items():
-            shape, start = tuple(one.shape), (0,) * one.dim()
-            piece = Piece(
-                name=name, global_shape=shape, offset=start, shape=shape, local_offset=start
-            )
-            placed[name] = Placement(dtype="float32", shape=shape, pieces=(piece,))
-        return held, placed
-
-    return [stage(rank) for rank in (0, 1)]
-
-
-def _rank_of(name: str) -> int:
-    return int("layers.1." in name)
 
 
 def assert_loads(folder: Path, model: torch.nn.Module) -> None:
@@ -85,7 +63,7 @@ def test_a_rank_s_part_is_no_model_and_export_makes_one_of_all_parts(
 ) -> None:
     run = tmp_path / "run"
     with trainers(2, "files", url=run, config_dir=config_dir) as group:
-        group.publish(stages(model), version=1)
+        group.publish(flat_cut(model.state_dict(), 2), version=1)
     parts = sorted(run.glob("0*"))
     assert len(parts) == 2
     for folder in parts:
