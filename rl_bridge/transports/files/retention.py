@@ -57,8 +57,8 @@ def update_id_of(version: StoredVersion, visible: Iterable[StoredVersion]) -> st
 def orphans(visible: Iterable[StoredVersion]) -> list[StoredVersion]:
     """Parts of groups whose first part is not there: nothing can be made of them any more.
 
-    For the publisher of first parts, who sees its own at once, whatever it sees late of others. A
-    part that is being published is among them until the first one is there; it is leased.
+    For the publisher of first parts. A part that is being published is among them until the first
+    one is there; it is leased.
     """
     visible = list(visible)
     firsts = {one.marker.header for one in visible if one.marker.part == 0}

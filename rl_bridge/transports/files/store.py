@@ -269,8 +269,8 @@ class VersionStore(ABC):
     def taken_over(self, rank: int) -> WeightBridgeUnavailableError:
         """The error of a publisher that comes back when a later one has its place."""
         return WeightBridgeUnavailableError(
-            f"{self}: another publisher of rank {rank} has taken over, expected this one. End this "
-            "trainer, or give it a url of its own."
+            f"{self}: another publisher of rank {rank} has taken over, or somebody removed what "
+            "this one held its place by. End this trainer, or give it a url of its own."
         )
 
     def wrong_size(self, name: str, file: str, found: int, nbytes: int) -> SegmentError:

@@ -404,6 +404,7 @@ class FilesPublisher(PublisherEnd):
         self._leases: dict[str, Lease] = {}  # of the same
         self._nbytes: dict[str, int] = {}
         self._joined: set[str] = set()  # parts of groups that all ranks have published
+        self._has_written = False
         self._collect()
         if fenced:  # records of earlier publishers of this rank: there is one at a time
             store.remove_records(f"{rank}-", but=self._records)
@@ -513,6 +514,7 @@ class FilesPublisher(PublisherEnd):
         if self._steps is not None:
             self._steps.commit()
         self.names[update_id], self._leases[update_id] = name, lease
+        self._has_written = True
         self._nbytes[update_id] = sum(file.nbytes for file in layout.files)
         if not is_part:  # none takes the place of older versions before all ranks have published
             self._collect()
@@ -575,7 +577,9 @@ class FilesPublisher(PublisherEnd):
             keep_every=self._keep_every,
             joined=self._joined,
         )
-        if self._rank == 0:  # of ranks that a run once had, and may have no more
+        # Of ranks that a run once had, and may have no more. Not before this one wrote something: a
+        # listing of NFS may be an old one until then, and lack the first part of a whole version.
+        if self._rank == 0 and self._has_written:
             found += orphans(visible)
         for one in found:
             if one.name not in held and self.store.remove(one.name):
