@@ -55,7 +55,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 # Fields of PEFT's configuration that make an adapter more, or other, than pairs of matrices.
 _VARIANTS = (
-    *("use_dora", "alora_invocation_tokens", "lora_bias", "layer_replication", "use_qalora"),
+    *("bias", "use_dora", "alora_invocation_tokens", "lora_bias", "layer_replication", "use_qalora"),
     *("trainable_token_indices", "target_parameters", "arrow_config", "kasa_config"),
     *("velora_config", "monteclora_config", "use_bdlora"),
 )
@@ -622,7 +622,8 @@ def require_plain(spec: AdapterSpec, others: Sequence[str]) -> None:
     """
     config = spec.config
     for key in _VARIANTS:
-        if config.get(key):
+        # (PEFT writes "none" for an adapter to which no biases of the base belong.)
+        if config.get(key) and not (key == "bias" and config[key] == "none"):
             msg = (
                 f"adapter {spec.name!r} has {key}={config[key]!r:.60}, expected plain LoRA, which "
                 "is all that engines are given here. Train it without, or publish merged=True."

@@ -230,6 +230,7 @@ _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_o
 _PEFT_LAYER = "base_layer"
 _PEFT_SAVED = "modules_to_save"
 _PEFT_ORIGINAL = "original_module"
+_PEFT_MAGNITUDES = "lora_magnitude_vector"
 # Where peft keeps the matrices of a LoRA: of layers that multiply, and of embeddings.
 _FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
@@ -273,7 +274,8 @@ def naming_of(
 
     Raises:
         ValueError: no such choice.
-        IncompatibleUpdate: the model has no such adapter.
+        IncompatibleUpdate: the model has no such adapter; or an adapter alone is published to which
+            biases of the base belong.
 
     """
     if adapter is not None:
@@ -287,6 +289,11 @@ def naming_of(
     if not layers:
         return ModelNames(clean_name, {})
     active = {name for layer in layers.values() for name in _active(layer)}
+    if wanted is Adapters.ONLY:
+        for holder in model.modules():
+            for name, config in _configs(holder).items():
+                if name in active:
+                    _refuse_biases(name, config)
     return ModelNames(
         lambda name: _peft_name(clean_name(name), wanted, active),
         layers if wanted is Adapters.MERGED else {},
@@ -297,7 +304,7 @@ class AdapterNames(ModelNames):
     """How the tensors of one peft adapter are called, and what belongs to it beside them.
 
     Raises:
-        IncompatibleUpdate: the model has no such adapter.
+        IncompatibleUpdate: the model has no such adapter, or one with biases of the base.
 
     """
 
@@ -313,6 +320,7 @@ class AdapterNames(ModelNames):
                 "peft.get_peft_model made."
             )
             raise IncompatibleUpdate(msg)
+        _refuse_biases(name, configs[own])
         super().__init__(lambda path: _peft_name(clean_name(path), Adapters.ONLY, {own}), {})
         self._name, self._own, self._base_root = name, own, base_root
         self._holder = next(one for one in holders if own in _configs(one))
@@ -346,6 +354,22 @@ class AdapterNames(ModelNames):
             module: float(layer.scaling[self._own]) for module, layer in self._adapted.items()
         }
         return self._config.to_dict(), scalings
+
+
+def _refuse_biases(name: str, config: Any) -> None:
+    """Refuse an adapter to which biases of the base belong, where only the adapter is published.
+
+    PEFT saves these biases with the adapter, under the base's names. No engine adds them to its own
+    for one adapter alone, so that an adapter without them would be served as another one.
+    """
+    bias = getattr(config, "bias", "none")
+    if bias != "none":
+        msg = (
+            f"adapter={name!r} was made with bias={bias!r}: peft trains biases of the base with "
+            "it, which engines do not apply with an adapter, expected bias='none'. Train it "
+            "without, or publish the whole model with merged=True, which has these biases."
+        )
+        raise IncompatibleUpdate(msg)
 
 
 def _configs(module: Any) -> Mapping[str, Any]:
@@ -429,6 +453,8 @@ def _peft_name(name: str, wanted: Adapters, active: set[str]) -> str | None:
         return None  # of an adapter that is switched off
     if wanted is Adapters.ONLY:
         kept = [one for i, one in enumerate(parts) if i not in named and one != _PEFT_SAVED]
+        if kept[-2:-1] == [_PEFT_MAGNITUDES]:  # peft saves what this module holds by its name alone
+            del kept[-1]
         return ".".join(kept) if is_adapter else None
     if is_adapter and not (is_saved and wanted is Adapters.MERGED):
         return None

@@ -308,6 +308,7 @@ class AdapterSuite:
             (renamed(weights, "q_proj", "w_pack"), {}, r"w_pack'.*it adapts .*'q_proj'"),
             (of_rank(weights, 32), {}, r"rank 32.*max_lora_rank=32"),
             (saved, {}, r"tensors beside its pairs.*lm_head\.weight"),
+            (weights, {"bias": "lora_only"}, r"bias='lora_only', expected plain LoRA"),
             (weights, {"use_dora": True}, r"use_dora=True, expected plain LoRA"),
             (weights, {"alora_invocation_tokens": [3]}, r"alora_invocation_tokens"),
             (

@@ -129,6 +129,12 @@ def not_by_adding(trainer: str) -> str:
     return refusal(trainer, get_peft_model(base(), options))
 
 
+def with_biases(trainer: str) -> str:
+    """Of an adapter alone."""
+    options = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], bias="lora_only")
+    return refusal(trainer, get_peft_model(base(), options), adapter="policy")
+
+
 def tied_head(trainer: str) -> str:
     """With an adapter of the head, which is the embedding."""
     model = get_peft_model(base(), LoraConfig(r=2, target_modules=["lm_head"]))
@@ -136,10 +142,10 @@ def tied_head(trainer: str) -> str:
     return refusal(trainer, model)
 
 
-def refusal(trainer: str, model: Any) -> str:
+def refusal(trainer: str, model: Any, **options: Any) -> str:
     _, extractor_of = trained_by(trainer, model)
     try:
-        list(extractor_of().local())
+        list(extractor_of(**options).local())
     except IncompatibleUpdate as error:
         return str(error)
     return "nothing"

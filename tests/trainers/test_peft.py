@@ -135,6 +135,54 @@ def test_a_published_adapter_is_what_peft_would_save_with_its_configuration() ->
         assert list(spec.config["modules_to_save"]) == ["lm_head"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+        {"target_modules": ["q_proj"], "use_dora": True},
+        {"target_modules": ["q_proj"], "lora_bias": True},
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    ],
+    ids=["plain", "saved modules", "tokens", "dora", "bias of B", "embeddings"],
+)
+def test_an_adapter_has_every_tensor_that_peft_would_save_of_it(options: dict[str, Any]) -> None:
+    model = get_peft_model(peft_cases.base(), LoraConfig(r=2, **options))
+    # Without copies of the base's embeddings, which peft adds where these are adapted.
+    expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    with make_weight_bridge("shared-memory") as bridge, make_weight_bridge("shared-memory") as it:
+        found = it.import_update(bridge.publish(model, weight_version=1, adapter="policy"))
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(one) for name, one in expected.items())
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_an_adapter_with_biases_of_the_base_is_refused_and_merged_weights_have_them(
+    bias: Any,
+) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    options = LoraConfig(r=2, target_modules=["0"], bias=bias)
+    model = get_peft_model(layer, options)
+    with torch.no_grad():
+        model.get_parameter("base_model.model.0.base_layer.bias").fill_(7)
+    with make_weight_bridge("shared-memory") as bridge, make_weight_bridge("shared-memory") as it:
+        with pytest.raises(IncompatibleUpdate, match=rf"bias='{bias}'.*merged=True"):
+            bridge.publish(model, weight_version=1, adapter="policy")
+        with pytest.raises(IncompatibleUpdate, match=rf"bias='{bias}'"):
+            bridge.publish(StateDictExtractor(model, adapters="only"), weight_version=1)
+        found = it.import_update(bridge.publish(model, weight_version=1, merged=True))
+        assert found["0.bias"].eq(7).all()
+
+
+@pytest.mark.parametrize("trainer", ["fsdp1", "fsdp2", "zero1", "zero3"])
+def test_ranks_refuse_an_adapter_with_biases_of_the_base_as_one_process_does(
+    two: World, trainer: str
+) -> None:
+    for answer in two.run("with_biases", trainer=trainer):
+        assert "bias='lora_only'" in answer
+
+
 def test_scalings_are_those_that_the_layers_compute_with() -> None:
     options = LoraConfig(
         r=2,
