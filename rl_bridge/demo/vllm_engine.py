@@ -147,7 +147,9 @@ class VLLMLoRASampler(VLLMSampler):
         return self._executor.lora_request(ADAPTER)
 
     def _answer(self, output: Any, answer: Any) -> Answer:
-        return super()._answer(output, answer)._replace(label=output.lora_request.lora_name)
+        # (The name of its request is that label, and behind it the update's id.)
+        label = output.lora_request.lora_name.rpartition("-")[0]
+        return super()._answer(output, answer)._replace(label=label)
 
 
 # ---- a server, and the side-car beside it -------------------------------------------------------

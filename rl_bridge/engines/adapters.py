@@ -10,6 +10,7 @@ that began under an older version end under that one. An older version stays
 `AdapterDriver.retire`.
 """
 
+import gc
 import logging
 import time
 from abc import abstractmethod
@@ -29,6 +30,7 @@ from rl_bridge.errors import (
     DeadlineExceeded,
     IncompatibleUpdate,
     ProofFailed,
+    SlotsExhausted,
     UnknownUpdate,
     WeightBridgeUnavailableError,
 )
@@ -43,19 +45,27 @@ from rl_bridge.memory.views import ImportedTensors, anonymous_pin
 _LOG = logging.getLogger(__name__)
 # Between two looks for requests, if the engine has no room for the next version.
 _LOOK_S = 0.05
+PATHS = "/rl_bridge/"
+"""With this begins the path of each version, where an engine asks for one."""
 # Ids of ours are above those that people count by hand, and fit into 31 bits.
 _FIRST_ID = 1 << 30
 _SHOWN = 3
 
-# Versions that stay resident while nothing is installed: the active one and the one before, which a
-# request may have been made for that was not sent yet.
-_KEPT = 2
+KEPT = 2
+"""Versions that stay while nothing is installed: the active one, and the one before."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 # Fields of PEFT's configuration that make an adapter more, or other, than pairs of matrices.
 _VARIANTS = (
-    *("bias", "use_dora", "alora_invocation_tokens", "lora_bias", "layer_replication", "use_qalora"),
+    *(
+        "bias",
+        "use_dora",
+        "alora_invocation_tokens",
+        "lora_bias",
+        "layer_replication",
+        "use_qalora",
+    ),
     *("trainable_token_indices", "target_parameters", "arrow_config", "kasa_config"),
     *("velora_config", "monteclora_config", "use_bdlora"),
 )
@@ -103,14 +113,22 @@ class Resident:
 
     @property
     def label(self) -> str:
-        """The name by which the engine knows it, such as ``policy@7``, or ``policy@7.1``."""
+        """The name by which clients ask for it, such as ``policy@7``, or ``policy@7.1``.
+
+        Of a version that was dropped it may come again.
+        """
         again = f".{self.again}" if self.again else ""
         return f"{self.adapter}@{self.weight_version}{again}"
 
     @property
+    def own_name(self) -> str:
+        """A name that no other version ever gets, such as ``policy@7-`` and the update's id."""
+        return f"{self.adapter}@{self.weight_version}-{self.update_id}"
+
+    @property
     def path(self) -> str:
         """Stands for a file of this version, where an engine asks for one; there is none."""
-        return f"/rl_bridge/{self.adapter}/{self.update_id}"
+        return f"{PATHS}{self.adapter}/{self.update_id}"
 
 
 # ---- in a rank -----------------------------------------------------------------------------------
@@ -363,6 +381,9 @@ class AdapterFrontEnd(Protocol):
     def adapters_in_use(self) -> AbstractSet[int]:
         """The engine's ids of the adapters that requests under way ask for."""
 
+    def adapters_held(self) -> AbstractSet[int]:
+        """Ids of the adapters that somebody holds a request object of, which he may still use."""
+
     def offer_adapter(
         self, adapter: str, active: Resident | None, residents: Sequence[Resident]
     ) -> None:
@@ -423,7 +444,7 @@ class AdapterDriver(EngineDriver):
         *,
         front_end: AdapterFrontEnd,
         options: Mapping[str, Any],
-        keep: int = _KEPT,
+        keep: int = KEPT,
         take_over: bool = False,
     ) -> None:
         """Configure; the engine is not called.
@@ -481,6 +502,19 @@ class AdapterDriver(EngineDriver):
         """
         return self._front_end.lora_request(self.resident(weight_version))
 
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
+        """Stage the version on all ranks. See `EngineDriver`."""
+        try:
+            super().prepare(manifest, tensors)
+        except SlotsExhausted as error:
+            held = self._front_end.adapters_held()
+            if labels := [one.label for one in self._known[1] if one.number in held]:
+                error.add_note(
+                    f"rl_bridge: {labels} stay as long as somebody holds what lora_request() gave "
+                    "for them. Let go of it."
+                )
+            raise
+
     def resume(self) -> None:
         """Offer the version, which all ranks have proven. See `EngineDriver`."""
         super().resume()
@@ -505,15 +539,16 @@ class AdapterDriver(EngineDriver):
     def retire(self, keep: int) -> bool:
         """Free the places of the oldest versions that no request is left of, until `keep` stay.
 
-        A version goes if it was without a request at the look before as well: an engine's front
-        end forgets a request a moment before the engine itself has ended it. It is not offered any
-        more before the last look: a request that comes between the two keeps it.
+        One of which somebody holds a request object stays, too. A version goes if it was without a
+        request at the look before as well: an engine's front end forgets a request a moment before
+        the engine itself has ended it. It is not offered any more before the last look: a request
+        that comes between the two keeps it.
 
         Returns:
             Whether one went.
 
         """
-        used = self._front_end.adapters_in_use()
+        used = self._asked_for()
         active, residents = self._known
         oldest = [one for one in reversed(residents) if one != active]
         idle = frozenset(one.update_id for one in oldest if one.number not in used)
@@ -523,7 +558,7 @@ class AdapterDriver(EngineDriver):
         if ending:
             self._known = active, tuple(one for one in residents if one not in ending)
             self._offer()
-            used = self._front_end.adapters_in_use()
+            used = self._asked_for()
             ending = [one for one in ending if one.number not in used]
             self._known = active, tuple(one for one in residents if one not in ending)
         gone = [*(one.update_id for one in ending), *self._partly]
@@ -531,6 +566,10 @@ class AdapterDriver(EngineDriver):
             self._client.ask("retire", update_ids=gone)
             self._partly = []
         return bool(gone)
+
+    def _asked_for(self) -> AbstractSet[int]:
+        """Ids of the versions that requests have, or may be sent for."""
+        return self._front_end.adapters_in_use() | self._front_end.adapters_held()
 
     def _next_known(self) -> tuple[Resident, tuple[Resident, ...]]:
         """The active version and all residents, as of the next commit."""
@@ -597,7 +636,10 @@ class AdapterDriver(EngineDriver):
         keep = len(self._known[1])
         if self._free:
             self.retire(keep)  # only a look
-        elif not self.retire(keep - 1):
+            return
+        if self._front_end.adapters_held():
+            gc.collect()  # objects that only each other hold, such as of a kept exception's frames
+        if not self.retire(keep - 1):
             time.sleep(_LOOK_S)
             self.retire(keep - 1)
 
@@ -613,6 +655,18 @@ class AdapterDriver(EngineDriver):
         self._partly = sorted(set.union(*(set(one) for one in told)) - on_all)
         self._free = min(reply["free"] for reply in replies)
         return replies
+
+
+def checked_keep(keep: int) -> int:
+    """How many versions of an adapter stay.
+
+    Raises:
+        ValueError: none would.
+
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: expected 1 or more: the active version stays.")
+    return keep
 
 
 def require_plain(spec: AdapterSpec, others: Sequence[str]) -> None:

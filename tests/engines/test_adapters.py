@@ -14,6 +14,7 @@ from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.errors import (
     IncompatibleUpdate,
     SlotsExhausted,
+    UnknownUpdate,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.manifest import AdapterSpec
@@ -150,6 +151,81 @@ def test_a_version_that_requests_ask_for_is_not_dropped_however_many_come(
     assert engine.answers() == engine.fresh[2]
 
 
+def test_a_version_stays_while_somebody_holds_a_request_of_it_and_goes_when_he_lets_go(
+    engine: VLLMAdapted,
+) -> None:
+    first = engine.update(0)
+    held = engine.executor.lora_request("policy")
+    for number in (1, 0, 1, 0):
+        engine.update(number)
+        assert engine.asked(held) == engine.fresh[1]
+        assert engine.answers() == engine.fresh[1 + number]
+    del held
+    engine.update(1)
+    with pytest.raises(UnknownUpdate):
+        engine.executor.lora_request("policy", first)
+
+
+def test_an_update_that_finds_no_place_for_held_versions_says_so_and_lands_without_them(
+    engine: VLLMAdapted,
+) -> None:
+    held = []
+    for number in (0, 1, 0):
+        engine.update(number)
+        held.append(engine.executor.lora_request("policy"))
+    manifest = engine.publish(1)
+    with pytest.raises(SlotsExhausted) as caught:
+        engine.executor.update_weights(manifest)
+    assert any("somebody holds what lora_request() gave" in one for one in caught.value.__notes__)
+    assert engine.asked(held.pop(0)) == engine.fresh[1]
+    engine.executor.update_weights(manifest)
+    assert engine.answers() == engine.fresh[2]
+
+
+def test_a_request_for_a_version_that_was_dropped_is_refused_and_the_engine_serves_on(
+    engine: VLLMAdapted,
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    engine.update(0)
+    given = engine.executor.lora_request("policy")
+    # As one comes out of a pickle: nobody sees that it is there.
+    copied = LoRARequest(given.lora_name, given.lora_int_id, given.lora_path)
+    outputs = [
+        *engine.engine.generate(prompts_for(PROMPTS), greedy(), use_tqdm=False, lora_request=given)
+    ]
+    del given
+    for number in (1, 0, 1):
+        engine.update(number)
+    with pytest.raises(UnknownUpdate, match=r"is not in the engine any more.*'policy@"):
+        engine.asked(copied)
+    assert engine.answers() == engine.fresh[2]
+    assert engine.asked(None) == engine.fresh[0]
+    engine.update(0)
+    assert engine.answers() == engine.fresh[1]
+    assert outputs[0].lora_request.lora_name == copied.lora_name
+
+
+def test_a_number_that_comes_again_after_its_version_was_dropped_has_another_name(
+    engine: VLLMAdapted,
+) -> None:
+    """Below 0.31, vLLM looks cached prefixes up by the name alone."""
+    names = set()
+    prompt = prompts_for([[7] * 300])
+    for number in (0, 1, 0):
+        with make_weight_bridge("shared-memory", suspicious="off") as bridge:
+            weights = engine.weights[number]
+            manifest = bridge.publish(weights, weight_version=7, adapter=spec_of(weights))
+            engine.executor.update_weights(manifest)
+            request = engine.executor.lora_request("policy")
+            names.add(request.lora_name)
+            engine.engine.enqueue(prompt, greedy(), use_tqdm=False, lora_request=request)
+            (output,) = engine.engine.wait_for_completion(use_tqdm=False)
+            assert not output.num_cached_tokens
+            engine.executor.drop_adapter("policy")
+    assert len(names) == 3
+
+
 def test_cached_prefixes_of_one_version_are_never_used_for_another(engine: VLLMAdapted) -> None:
     prompt = prompts_for([[7] * 300])
     seen: dict[int, set[tuple[int, ...]]] = {0: set(), 1: set()}
@@ -206,6 +282,43 @@ def test_requests_of_a_serving_engine_go_on_while_versions_come_and_end_under_th
                 assert read([running.pop(0).result()]) == alone[(version - 1) % 2]
         assert read([running.pop().result()]) == alone[1]
         assert alone[0] != alone[1]
+
+
+def test_a_serving_engine_keeps_versions_that_are_held_and_refuses_requests_for_dropped_ones(
+    checkpoints: Checkpoints,
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    setting = Setting(Kind("qwen3"), in_process=False)
+    folders = [checkpoints.adapter(number) for number in (0, 1)]
+    weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]
+    spec = AdapterSpec.of_peft("policy", ADAPTER, [])
+    with (
+        looped(setting, checkpoints.path(setting.kind, 0), **LORA) as engine,
+        make_weight_bridge("shared-memory", suspicious="off") as bridge,
+        executor_for(engine.llm, loop=engine.loop) as executor,
+    ):
+        due, held = [], list[Any]()
+        for version in range(6):
+            manifest = bridge.publish(weights[version % 2], weight_version=version, adapter=spec)
+            executor.update_weights(manifest)
+            bridge.release(manifest.update_id)
+            request = executor.lora_request("policy")
+            due.append(engine.answers(PROMPTS[:1], lora_request=request))
+            held = held or [request]
+            del request
+            assert engine.answers(PROMPTS[:1], lora_request=held[0]) == due[0]
+        assert due[4:] == due[:2]
+        assert due[0] != due[1]
+        given = held.pop()
+        copied = LoRARequest(given.lora_name, given.lora_int_id, given.lora_path)
+        del given
+        manifest = bridge.publish(weights[0], weight_version=6, adapter=spec)
+        executor.update_weights(manifest)
+        with pytest.raises(UnknownUpdate, match="is not in the engine any more"):
+            engine.answers(PROMPTS[:1], lora_request=copied)
+        request = executor.lora_request("policy")
+        assert engine.answers(PROMPTS[:1], lora_request=request) == due[0]
 
 
 @pytest.mark.skipif(

@@ -465,6 +465,10 @@ class _ServedClient(AsyncLLMClient):
 
         return frozenset(self._do("tell which adapters are in use", used))
 
+    def adapters_held(self) -> frozenset[int]:
+        """None: clients name an adapter by a text. See `AdapterFrontEnd`."""
+        return frozenset()
+
     def offer_adapter(
         self, adapter: str, active: Resident | None, residents: Sequence[Resident]
     ) -> None:

@@ -106,6 +106,10 @@ class SGLangClient(EngineClient):
         told = [asdict(one) for one in residents]
         self._front({"adapter": adapter, "active": label, "residents": told})
 
+    def adapters_held(self) -> frozenset[int]:
+        """None: requests name an adapter by a text. See `AdapterFrontEnd`."""
+        return frozenset()
+
     def lora_request(self, version: Resident) -> str:
         """The ``lora_path`` of a request for this version."""
         return version.label

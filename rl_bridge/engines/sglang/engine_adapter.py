@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_bridge.bridge.executor import RolloutExecutor
-from rl_bridge.engines.adapters import AdapterDriver
+from rl_bridge.engines.adapters import KEPT, AdapterDriver, checked_keep
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
 from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
@@ -72,6 +72,7 @@ class SGLangInstallAdapter(EngineDriver):
         staging: Staging | None = None,
         memory_budget_nbytes: int | None = None,
         transports: TransportOptions | None = None,
+        keep: int = KEPT,
         timeout_s: float = 600.0,
         take_over: bool = False,
     ) -> None:
@@ -94,6 +95,9 @@ class SGLangInstallAdapter(EngineDriver):
                 undo needs, may take on each rank; None takes what there is.
             transports: for ``import``: name of a transport -> options of the ranks' bridges, such
                 as ``{"shared-memory": {"directory": path}}``; they travel as JSON.
+            keep: most versions of each LoRA adapter that stay while nothing is installed, the
+                active one among them. What the engine has no place for goes as the next one comes;
+                versions that requests have stay anyhow.
             timeout_s: deadline of each call to the engine.
             take_over: True takes the engine from a driver that has it, such as one that died, in
                 the first update; False refuses that update with the name of the driver.
@@ -101,7 +105,7 @@ class SGLangInstallAdapter(EngineDriver):
         Raises:
             TypeError: no engine; a budget that is no int; no such option of a transport.
             ValueError: no such route or staging, or ``disk`` without a folder; transports without
-                ``import``.
+                ``import``; no version that is kept.
             WeightBridgeUnavailableError: what the engine or the route needs is missing here.
 
         """
@@ -121,7 +125,7 @@ class SGLangInstallAdapter(EngineDriver):
         super().__init__(
             client, serving=serving, options=options, loader=loader, take_over=take_over
         )
-        self._may_take_over = take_over
+        self._may_take_over, self._keep = take_over, checked_keep(keep)
         self._bridges = {one: options[one] for one in ("transports",) if one in options}
 
     def for_adapter(self, name: str) -> AdapterDriver:
@@ -138,6 +142,7 @@ class SGLangInstallAdapter(EngineDriver):
             name,
             front_end=self.client,
             options=self._bridges,
+            keep=self._keep,
             take_over=self._may_take_over,
         )
 

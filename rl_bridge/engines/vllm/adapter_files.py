@@ -122,7 +122,7 @@ class _OneAdapter(TransactionalAdapter):
         version, _ = self._staged
         folder = self._folder(version)
         write_peft(folder, manifest.adapter, tensors)
-        self._call(_LOAD, lora_name=version.label, lora_path=str(folder))
+        self._call(_LOAD, lora_name=version.own_name, lora_path=str(folder))
 
     def prove(self) -> InstallProof:
         """Say that nothing was read back."""
@@ -133,7 +133,7 @@ class _OneAdapter(TransactionalAdapter):
         """Have the server forget the version that was not committed."""
         staged, self._staged = self._staged, None
         if staged is not None:
-            self._call(_UNLOAD, lora_name=staged[0].label, may_lack=True)
+            self._call(_UNLOAD, lora_name=staged[0].own_name, may_lack=True)
             # (Nobody was told the name. If it stays, the next attempt says that it is there.)
             shutil.rmtree(self._folder(staged[0]), ignore_errors=True)
 
@@ -149,9 +149,9 @@ class _OneAdapter(TransactionalAdapter):
         while len(self._residents) > _KEPT_VERSIONS:
             old = self._residents.pop()
             try:
-                self._call(_UNLOAD, lora_name=old.label, may_lack=True)
+                self._call(_UNLOAD, lora_name=old.own_name, may_lack=True)
             except WeightBridgeError:  # the new version stands all the same
-                _LOG.exception("adapter %s was not unloaded", old.label)
+                _LOG.exception("adapter %s was not unloaded", old.own_name)
 
     def drop_versions(self, timeout_s: float | None = None) -> None:  # noqa: ARG002 - vLLM waits itself
         """Have the server forget all versions. See `TransactionalAdapter`."""
@@ -168,7 +168,7 @@ class _OneAdapter(TransactionalAdapter):
         """
         for one in self._residents:
             if version in {None, one.weight_version}:
-                return one.label
+                return one.own_name
         msg = (
             f"the server does not hold version {version} of adapter {self._name!r}, expected one "
             f"of {[one.weight_version for one in self._residents]}. Install it with update_weights."
@@ -179,7 +179,7 @@ class _OneAdapter(TransactionalAdapter):
         """The server has files of its own."""
 
     def _folder(self, version: Resident) -> Path:
-        return self._directory / f"{version.label}-{version.update_id[:8]}"
+        return self._directory / version.own_name
 
     def _call(self, path: str, *, may_lack: bool = False, **body: Any) -> None:
         doing = f"answer /{path}"

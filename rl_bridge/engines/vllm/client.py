@@ -22,9 +22,10 @@ from rl_bridge.engines.rpc import (
     too_late,
     watch,
 )
-from rl_bridge.engines.vllm import MINIMUM, VLLM, require
+from rl_bridge.engines.vllm import MINIMUM, VLLM
 from rl_bridge.engines.vllm.endpoint import PATH as ADAPTERS
 from rl_bridge.engines.vllm.endpoint import rows_of
+from rl_bridge.engines.vllm.handed import AdapterGate, gate_of
 from rl_bridge.engines.vllm.plugin import METHOD
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 
@@ -67,15 +68,15 @@ class VLLMClient(EngineClient):
     def offer_adapter(
         self, adapter: str, active: Resident | None, residents: Sequence[Resident]
     ) -> None:
-        """Nothing, where requests are made with `lora_request`. See `AdapterFrontEnd`."""
+        """Nothing, where nobody is told. See `AdapterFrontEnd`."""
+
+    def adapters_held(self) -> frozenset[int]:
+        """None, where requests name an adapter by a text. See `AdapterFrontEnd`."""
+        return frozenset()
 
     def lora_request(self, version: Resident) -> Any:
-        """What a request names this version by: an ``LLM`` and an ``AsyncLLM`` a ``LoRARequest``.
-
-        Its name has the version, since vLLM takes requests of one name for the same adapter.
-        """
-        kind = require("vllm.lora.request").LoRARequest
-        return kind(lora_name=version.label, lora_int_id=version.number, lora_path=version.path)
+        """What a request names this version by: what clients send as ``model``."""
+        return version.label
 
     def pause(self, mode: str | None, *, undoes: bool = False) -> None:
         """Stop scheduling: ``keep`` freezes requests, ``wait`` ends them, ``abort`` aborts them."""
@@ -139,6 +140,28 @@ class _LocalClient(VLLMClient):
         requests = list(self._core.output_processor.request_states.values())
         asked = [one.lora_request for one in requests]
         return frozenset(one.lora_int_id for one in asked if one is not None)
+
+    def offer_adapter(
+        self, adapter: str, active: Resident | None, residents: Sequence[Resident]
+    ) -> None:
+        """Let requests for these versions pass, and for no others. See `AdapterFrontEnd`."""
+        del active  # users ask for a version
+        self._gate().offer(adapter, residents)
+
+    def adapters_held(self) -> frozenset[int]:
+        """Ids of the adapters that somebody holds a ``LoRARequest`` of."""
+        return self._gate().held()
+
+    def lora_request(self, version: Resident) -> Any:
+        """A ``LoRARequest`` whose name is of this version alone, for good.
+
+        vLLM takes requests of one name for the same adapter, and below 0.31 it looks cached
+        prefixes up by the name alone.
+        """
+        return self._gate().hand(version)
+
+    def _gate(self) -> AdapterGate:
+        return gate_of(self._core.output_processor)
 
     def reset_encoder_cache(self) -> None:
         """Drop what was made of images and other media."""
@@ -397,10 +420,6 @@ class ServerClient(VLLMClient):
         told = rows_of(residents)
         label = None if active is None else active.label
         self._adapters("POST", json={"adapter": adapter, "active": label, "residents": told})
-
-    def lora_request(self, version: Resident) -> str:
-        """What clients send as ``model`` for this version."""
-        return version.label
 
     def close(self) -> None:
         """Close the connections."""

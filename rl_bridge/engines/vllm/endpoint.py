@@ -11,14 +11,13 @@ drop it. A request has a version from the moment in which its name is looked up,
 engine hears of it. So each lookup gets an object of its own, which lives as long as its request.
 """
 
-import itertools
-import weakref
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.vllm import require
+from rl_bridge.engines.vllm.handed import Handed, plain_kind
 
 PATH = "/rl_bridge/adapters"
 """GET tells the adapters in use, POST says which versions can be asked for and tells the same."""
@@ -35,24 +34,17 @@ class AdapterTable(dict[str, Any]):
     def __init__(self, before: Mapping[str, Any], is_model: Callable[[str], bool]) -> None:
         """Begin with those that vLLM has; `is_model` tells names of the models that it serves."""
         super().__init__(before)
-        self._plain = kind = require("vllm.lora.request").LoRARequest
-        # One that can be watched; it is sent to the engine as what it is a kind of.
-        self._kind = type("Handed", (kind,), {"__module__": __name__}, weakref=True)
         self._ours: dict[str, set[str]] = {}
         self._aliases: dict[str, dict[str, str]] = {}  # adapter -> other names, of which version
         self._is_model = is_model
-        # (Not a count: an object may end in any thread, and in the middle of any statement.)
-        self._living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._numbers = itertools.count()
+        self._handed = Handed()
 
     def __getitem__(self, name: str) -> Any:
         """What a request gets."""
         one = super().__getitem__(name)
         if not any(name in names for names in self._ours.values()):
             return one
-        handed = self._kind(one.lora_name, one.lora_int_id, one.lora_path)
-        self._living[next(self._numbers)] = handed
-        return handed
+        return self._handed.hand(one.lora_name, one.lora_int_id, one.lora_path)
 
     def offer(self, adapter: str, active: str | None, residents: list[dict[str, Any]]) -> None:
         """Replace the versions of one adapter.
@@ -67,7 +59,8 @@ class AdapterTable(dict[str, Any]):
 
         """
         named = {
-            one["label"]: self._plain(one["label"], one["number"], one["path"]) for one in residents
+            one["label"]: plain_kind()(one["label"], one["number"], one["path"])
+            for one in residents
         }
         if active is not None:
             named[adapter] = named[active]
@@ -148,7 +141,7 @@ class AdapterTable(dict[str, Any]):
 
     def used(self) -> list[int]:
         """Ids of our adapters that a request has."""
-        return sorted({one.lora_int_id for one in self._living.values()})
+        return sorted(self._handed.numbers())
 
 
 class AdapterRoutes:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_bridge.bridge.executor import RolloutExecutor
-from rl_bridge.engines.adapters import AdapterDriver
+from rl_bridge.engines.adapters import KEPT, AdapterDriver, checked_keep
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
 from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
@@ -78,6 +78,7 @@ class VLLMEngineAdapter(EngineDriver):
         staging: Staging | Literal["reload"] | None = None,
         memory_budget_nbytes: int | None = None,
         transports: TransportOptions | None = None,
+        keep: int = KEPT,
         timeout_s: float = 600.0,
         take_over: bool = False,
     ) -> None:
@@ -99,13 +100,16 @@ class VLLMEngineAdapter(EngineDriver):
                 rank; None takes what there is.
             transports: name of a transport -> options of the ranks' bridges, such as
                 ``{"shared-memory": {"directory": path}}``; they travel to the engine as JSON.
+            keep: most versions of each LoRA adapter that stay while nothing is installed, the
+                active one among them. What the engine has no place for goes as the next one comes;
+                versions that requests have stay anyhow.
             timeout_s: deadline of each call to the engine.
             take_over: True takes the engine from a driver that has it, such as one that died, in
                 the first update; False refuses that update with the name of the driver.
 
         Raises:
             ValueError: a reload without a pause, or with a cast; no such staging; a negative
-                budget; a text that is no URL.
+                budget; no version that is kept; a text that is no URL.
             TypeError: a budget that is no int; no such option of a transport.
             WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop; no
                 such transport.
@@ -122,7 +126,7 @@ class VLLMEngineAdapter(EngineDriver):
             options["transports"] = checked_transports(transports)
         client = connect(engine, timeout_s=timeout_s)
         super().__init__(client, serving=serving, options=options, take_over=take_over)
-        self._may_take_over = take_over
+        self._may_take_over, self._keep = take_over, checked_keep(keep)
         self._bridges = {one: options[one] for one in ("transports",) if one in options}
 
     def for_adapter(self, name: str) -> AdapterDriver:
@@ -147,6 +151,7 @@ class VLLMEngineAdapter(EngineDriver):
             name,
             front_end=self.client,
             options=self._bridges,
+            keep=self._keep,
             take_over=self._may_take_over,
         )
 

@@ -7,10 +7,11 @@ registered without tensors, and pinned, so that vLLM neither loads it from a fil
 away. The rest is `rl_bridge.engines.lora_slots`.
 
 What vLLM 0.32 does that this has to mind: `LoRARequest`s of one name are equal, whatever their id;
-cached prefixes are kept apart by name and path; `load_inplace` loads at every step; loading scales
-B in place; a request whose id is not registered is loaded from its path within a step, and its
-failure ends the engine; and on a CPU, tokens without an adapter get the last slot's where their
-batch has tokens with one (its kernel takes index -1 for the last), so that slot stays empty there.
+cached prefixes are kept apart by name and path (below 0.31 by the name alone); `load_inplace` loads
+at every step; loading scales B in place; a request whose id is not registered is loaded from its
+path within a step, and its failure ends the engine (`rl_bridge.engines.vllm.handed`); and on a CPU,
+tokens without an adapter get the last slot's where their batch has tokens with one (its kernel
+takes index -1 for the last), so that slot stays empty there.
 """
 
 from collections.abc import Callable, Sequence

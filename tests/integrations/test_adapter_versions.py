@@ -1,0 +1,216 @@
+"""Versions of an adapter in an engine: which stay, which are offered, and over which base."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.engines.adapters import (
+    AdapterDriver,
+    AdapterHost,
+    AdapterInstaller,
+    Resident,
+)
+from rl_bridge.engines.driver import EngineDriver
+from rl_bridge.engines.rank import EngineRank, answer, rank_of
+from rl_bridge.engines.rpc import Replies, Reply
+from rl_bridge.errors import UnknownUpdate
+from rl_bridge.manifest import AdapterSpec
+from rl_bridge.manifest.adapter import LoRAPair
+from rl_bridge.memory.views import ImportedTensors
+from tests.integrations.threaded_engine import FREEZE, WAIT_S, Client, Engine
+
+PLACES = 4
+_PATH = "base_model.model.layers.0.q_proj"
+
+
+class Slots(AdapterInstaller):
+    """Places that hold a version's bytes."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.held: dict[str, bytes] = {}
+
+    def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair]) -> None:
+        """All is served."""
+
+    def stage(
+        self,
+        version: Resident,
+        spec: AdapterSpec,
+        pairs: Sequence[LoRAPair],
+        tensors: ImportedTensors,
+    ) -> None:
+        assert len(self.held) < PLACES
+        self.held[version.update_id] = b"".join(one.numpy().tobytes() for one in tensors.values())
+
+    def read(self, version: Resident) -> int:
+        return len(self.held[version.update_id])
+
+    def holds(self, version: Resident) -> bool:
+        return version.update_id in self.held
+
+    def drop(self, version: Resident) -> None:
+        self.held.pop(version.update_id, None)
+
+    def free_places(self) -> int:
+        return PLACES - len(self.held)
+
+
+class Front:
+    """What takes the requests."""
+
+    def __init__(self) -> None:
+        self.used: set[int] = set()
+        self.held: set[int] = set()
+        self.offered: dict[str, Sequence[Resident]] = {}
+
+    def adapters_in_use(self) -> AbstractSet[int]:
+        return frozenset(self.used)
+
+    def adapters_held(self) -> AbstractSet[int]:
+        return frozenset(self.held)
+
+    def offer_adapter(
+        self, adapter: str, active: Resident | None, residents: Sequence[Resident]
+    ) -> None:
+        self.offered[adapter] = residents if active is not None else ()
+
+    def lora_request(self, version: Resident) -> Resident:
+        return version
+
+
+class Adapting(Client):
+    """An engine of one rank that has adapters."""
+
+    def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
+        (base,) = self.engine.ranks
+        rank = base
+        if name := payload.get("adapter"):
+            host = base.host
+            rank = rank_of(host.model, lambda: AdapterHost(base, Slots), str(name))
+        reply: Reply = json.loads(json.dumps(answer(rank, verb, json.loads(json.dumps(payload)))))
+        return [reply]
+
+
+class Rig:
+    """An engine, its front end, and what publishes into it."""
+
+    def __init__(self, trainer: TensorBridge) -> None:
+        self.engine, self.front, self.trainer = Engine(), Front(), trainer
+        rank_of(self.engine.hosts[0].model, lambda: self.engine.hosts[0])  # as engines make it
+        vars(self.engine.hosts[0].model)["_rl_bridge_ranks"][""] = self.engine.ranks[0]
+        self.count = 0
+
+    @contextmanager
+    def executor(self, *, keep: int = 2, timeout_s: float = WAIT_S) -> Iterator[RolloutExecutor]:
+        """An executor with a driver of its own."""
+        client = Adapting(self.engine)
+        client.timeout_s = timeout_s
+        with RolloutExecutor(
+            weight_install_adapter=Driver(client, self.front, keep), suspicious="off"
+        ) as made:
+            yield made
+
+    def publish(self, seed: int = 0, *, base_root: str = "", **given: int) -> WeightUpdateManifest:
+        self.count += 1
+        draw = torch.Generator().manual_seed(seed)
+        sizes = {"lora_A": (2, 8), "lora_B": (4, 2)}
+        pair = {
+            f"{_PATH}.{word}.weight": torch.randn(size, generator=draw)
+            for word, size in sizes.items()
+        }
+        shapes = {name: tuple(one.shape) for name, one in pair.items()}
+        spec = AdapterSpec.inferred("policy", shapes, lora_alpha=4, base_root=base_root)
+        version = given.get("version", self.count)
+        return self.trainer.publish(pair, weight_version=version, adapter=spec)
+
+    def update(self, executor: RolloutExecutor, **given: Any) -> int:
+        manifest = self.publish(**given)
+        executor.update_weights(manifest)
+        self.trainer.release(manifest.update_id)
+        return manifest.weight_version
+
+    @property
+    def offered(self) -> list[int]:
+        return sorted(one.weight_version for one in self.front.offered.get("policy", ()))
+
+    @property
+    def held(self) -> set[str]:
+        """Updates whose bytes the rank holds."""
+        ranks: Mapping[str, EngineRank] = vars(self.engine.hosts[0].model)["_rl_bridge_ranks"]
+        installer = ranks["policy"].installer
+        assert isinstance(installer, Slots)
+        return set(installer.held)
+
+
+class Driver(EngineDriver):
+    """Of the engine's weights, and of its adapters."""
+
+    def __init__(self, client: Adapting, front: Front, keep: int) -> None:
+        super().__init__(client, serving=FREEZE, options={}, take_over=True)
+        self._front, self._keep = front, keep
+
+    def for_adapter(self, name: str) -> AdapterDriver:
+        return AdapterDriver(
+            self.client, name, front_end=self._front, options={}, keep=self._keep, take_over=True
+        )
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with make_weight_bridge("shared-memory", suspicious="off", max_slots=8) as trainer:
+        made = Rig(trainer)
+        yield made
+        made.engine.close()
+
+
+# ---- which stay ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [2, 3])
+def test_as_many_versions_stay_as_the_user_wants_kept(rig: Rig, keep: int) -> None:
+    with rig.executor(keep=keep) as executor:
+        for _ in range(6):
+            rig.update(executor)
+        assert rig.offered == list(range(7 - keep, 7))
+        assert len(rig.held) == keep
+
+
+def test_no_more_stay_than_there_are_places_for_beside_the_next_one(rig: Rig) -> None:
+    with rig.executor(keep=9) as executor:
+        for _ in range(6):
+            rig.update(executor)
+        assert rig.offered == [3, 4, 5, 6]
+
+
+def test_a_version_of_which_somebody_holds_a_request_stays_and_others_go(rig: Rig) -> None:
+    with rig.executor() as executor:
+        rig.update(executor)
+        rig.front.held = {executor.lora_request("policy").number}
+        for _ in range(4):
+            rig.update(executor)
+        assert rig.offered == [1, 4, 5]
+        rig.front.held.clear()
+        rig.update(executor)
+        assert rig.offered == [5, 6]
+        with pytest.raises(UnknownUpdate):
+            executor.lora_request("policy", 1)
+
+
+def test_a_number_that_comes_again_is_never_the_same_name(rig: Rig) -> None:
+    with rig.executor() as executor:
+        names = []
+        for seed in range(4):
+            with make_weight_bridge("shared-memory", suspicious="off") as rig.trainer:
+                rig.update(executor, seed=seed, version=7)
+            one = executor.lora_request("policy")
+            assert one.label.startswith("policy@7")
+            names.append(one.own_name)
+            executor.drop_adapter("policy")
+        assert len(set(names)) == 4
