@@ -83,6 +83,7 @@ class Resident:
         update_id: the update that brought it.
         again: how many others of the same number came before it and are still there: a trainer
             that begins anew counts its steps once more.
+        base_root: root of the base weights that it names; empty if it names none.
 
     """
 
@@ -90,6 +91,7 @@ class Resident:
     weight_version: int
     update_id: str
     again: int = 0
+    base_root: str = ""
 
     @classmethod
     def beside(cls, others: Iterable["Resident"], manifest: WeightUpdateManifest) -> "Resident":
@@ -104,7 +106,8 @@ class Resident:
                 return one
             if one.weight_version == version:
                 taken.append(one.again)
-        return cls(spec.name, version, manifest.update_id, max(taken, default=-1) + 1)
+        again = max(taken, default=-1) + 1
+        return cls(spec.name, version, manifest.update_id, again, spec.base_root)
 
     @property
     def number(self) -> int:
@@ -142,8 +145,9 @@ class AdapterInstaller(RankInstaller):
 
     staging = "beside"
 
-    def __init__(self) -> None:
-        """Begin without a version."""
+    def __init__(self, base: Callable[[], str]) -> None:
+        """Begin without a version; `base` gives the root of the engine's weights, or nothing."""
+        self._base = base
         self.residents: dict[str, Resident] = {}
         self.serving: str | None = None
         """The update whose version new requests ask for."""
@@ -232,6 +236,13 @@ class AdapterInstaller(RankInstaller):
             raise IncompatibleUpdate(msg)
         pairs, others = self._paired(spec, manifest.table)
         require_plain(spec, others)
+        self._check_own_base(spec.name, spec.base_root)
+        if spec.base_root and not self._base():
+            _LOG.warning(
+                "adapter %s names the root of its base, and that of the engine's weights is not "
+                "known before they were updated: it is not compared",
+                spec.name,
+            )
         self.check(spec, pairs)
         own = self._copied(manifest, tensors)
         version = Resident.beside(self.residents.values(), manifest)
@@ -243,6 +254,33 @@ class AdapterInstaller(RankInstaller):
         """Nothing moves: the version has its place already."""
         if self._staged is None:
             self.prepare(manifest, tensors)
+        assert self._staged is not None
+        # Again: the engine's weights may have been updated since it was prepared.
+        self._check_own_base(self._staged.adapter, self._staged.base_root)
+
+    def check_base(self, root: str) -> None:
+        """Refuse base weights that a version does not belong to. See `RankInstaller`."""
+        versions = [*self.residents.values(), *([self._staged] if self._staged else [])]
+        others = [one for one in versions if one.base_root not in {"", root} and self.holds(one)]
+        if others:
+            msg = (
+                f"the engine has adapter {others[0].label!r}, which belongs to base weights of "
+                f"root {others[0].base_root}, and this update's root is {root}: its requests would "
+                f"be answered over another base. Call drop_adapter({others[0].adapter!r}), and "
+                "publish the weights again, then the adapter for them; or publish the adapter "
+                "without base_root."
+            )
+            raise IncompatibleUpdate(msg)
+
+    def _check_own_base(self, adapter: str, root: str) -> None:
+        """Refuse a version that belongs to other base weights than the engine's."""
+        base = self._base()
+        if root and base and root != base:
+            msg = (
+                f"adapter {adapter!r} belongs to base weights of root {root}, and the engine holds "
+                f"root {base}. Install that base first, or publish for this one."
+            )
+            raise IncompatibleUpdate(msg)
 
     def prove(self) -> InstallProof:
         """Read what the engine holds of the version."""
@@ -354,7 +392,7 @@ class AdapterHost(RankHost):
         """What puts versions into places; one for all options, since it knows the places."""
         del options
         if self._installer is None:
-            self._installer = self._make(lambda: self._base.active_root)
+            self._installer = self._make(lambda: self._base.next_root)
         return self._installer
 
     def check(self, given: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ is copied into the slot, and the whole slot is read for the proof. An engine sup
 matrices of its modules lie (`Place`), and keeps its own books of which adapter has which slot.
 """
 
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.manifest.adapter import AdapterSpec, LoRAPair
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.views import ImportedTensors, Pin, anonymous_pin, tensor_in
-
-_LOG = logging.getLogger(__name__)
 
 _SHOWN = 3
 _PLANS = 2
@@ -263,8 +260,7 @@ class SlotInstaller(AdapterInstaller):
 
     def __init__(self, base: Callable[[], str]) -> None:
         """Begin; `base` gives the root of the engine's weights, empty if unknown."""
-        super().__init__()
-        self._base = base
+        super().__init__(base)
         self._places: dict[int, Places] = {}  # by the adapter's rank
         self._plans: dict[object, SlotPlan] = {}
         # What the slot of each version must hold.
@@ -306,15 +302,6 @@ class SlotInstaller(AdapterInstaller):
 
     def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair]) -> None:
         """Refuse what the engine cannot serve, by name. See `AdapterInstaller`."""
-        base = self._base()
-        if spec.base_root and not base:
-            _LOG.warning("adapter %s: the root of the engine's base is not known", spec.name)
-        if spec.base_root and base and spec.base_root != base:
-            msg = (
-                f"adapter {spec.name!r} belongs to base weights of root {spec.base_root}, and the "
-                f"engine holds root {base}. Install that base first, or publish for this one."
-            )
-            raise IncompatibleUpdate(msg)
         most = max(pair.rank for pair in pairs)
         places = self._placed(pairs)
         unknown = [pair.module for pair in pairs if pair.module not in places]

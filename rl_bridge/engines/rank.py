@@ -82,6 +82,14 @@ class RankInstaller(TransactionalAdapter):
         With `ends`, the active one too.
         """
 
+    def check_base(self, root: str) -> None:  # noqa: B027 - only adapters have a base
+        """Refuse base weights of this root under what the engine holds, if that has a base.
+
+        Raises:
+            IncompatibleUpdate: what it holds belongs to other weights.
+
+        """
+
     def begin(self) -> None:
         """The engine's own loader writes into the model from now on: `undo` brings it back.
 
@@ -163,6 +171,12 @@ class EngineRank:
         """Root of what was committed last; empty if nothing was."""
         return "" if self._active is None else self._active.root
 
+    @property
+    def next_root(self) -> str:
+        """Root of what the model holds as soon as the update is over that has begun, if one has."""
+        pending = self.pending if self.is_begun else None
+        return self.active_root if pending is None else pending.root
+
     def takes_load_of(self, driver: str) -> bool:
         """Whether the engine's own loader is being fed now, by that driver."""
         is_fed = self.stage is Stage.INSTALLING and not self._imports
@@ -212,6 +226,7 @@ class EngineRank:
         if self.stage is Stage.COMMITTING:
             self._finish_commit()
         self._require_idle()
+        self._check_adapters(manifest)
         self.abandon(None)
         bridge = self._bridges.of(manifest, self.host.rank) if imports else None
         start, told = time.perf_counter(), dict[str, float]()
@@ -272,6 +287,7 @@ class EngineRank:
 
         def step() -> None:
             manifest = self._meant(update_id)
+            self._check_adapters(manifest)  # again: one may have come since this was prepared
             start = time.perf_counter()
             self.stage = Stage.INSTALLING
             if self._imports:
@@ -434,6 +450,17 @@ class EngineRank:
             self._bridges.close()
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _check_adapters(self, manifest: WeightUpdateManifest) -> None:
+        """Refuse weights that an adapter in the engine does not belong to.
+
+        Requests that have the adapter would go on over another base.
+        """
+        ranks = ranks_of(self.host.model)
+        if ranks.get("") is self:
+            for other in ranks.values():
+                if other is not self and other._made is not None:
+                    other._made.check_base(manifest.root)
 
     @property
     def installer(self) -> RankInstaller:

@@ -381,6 +381,16 @@ def test_adapters_stay_over_an_update_of_their_base_and_name_the_root_that_they_
         right = engine.publish_as(spec, engine.weights[0])
         engine.executor.update_weights(right)
         assert engine.answers() == other
+        back = trainer.publish(load_file(f"{paths[0]}/model.safetensors"), weight_version=2)
+        with pytest.raises(IncompatibleUpdate, match=rf"{manifest.root}.*{back.root}.*drop_adapter"):
+            engine.executor.update_weights(back)
+        assert engine.executor.active_weight_version == 1
+        assert engine.answers() == other
+        engine.executor.drop_adapter("policy")
+        again = trainer.publish(load_file(f"{paths[0]}/model.safetensors"), weight_version=3)
+        engine.executor.update_weights(again)
+        engine.update(0)
+        assert engine.answers() == engine.fresh[1]
 
 
 def test_an_engine_without_lora_refuses_and_says_how_to_start_it(checkpoints: Checkpoints) -> None:

@@ -19,7 +19,7 @@ from rl_bridge.engines.adapters import (
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank import EngineRank, answer, rank_of
 from rl_bridge.engines.rpc import Replies, Reply
-from rl_bridge.errors import UnknownUpdate
+from rl_bridge.errors import IncompatibleUpdate, UnknownUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.manifest.adapter import LoRAPair
 from rl_bridge.memory.views import ImportedTensors
@@ -33,7 +33,7 @@ class Slots(AdapterInstaller):
     """Places that hold a version's bytes."""
 
     def __init__(self, base: Any) -> None:
-        super().__init__()
+        super().__init__(base)
         self.held: dict[str, bytes] = {}
 
     def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair]) -> None:
@@ -101,8 +101,9 @@ class Adapting(Client):
 class Rig:
     """An engine, its front end, and what publishes into it."""
 
-    def __init__(self, trainer: TensorBridge) -> None:
-        self.engine, self.front, self.trainer = Engine(), Front(), trainer
+    def __init__(self, trainer: TensorBridge, weights: TensorBridge) -> None:
+        self.engine, self.front = Engine(), Front()
+        self.trainer, self.weights = trainer, weights
         rank_of(self.engine.hosts[0].model, lambda: self.engine.hosts[0])  # as engines make it
         vars(self.engine.hosts[0].model)["_rl_bridge_ranks"][""] = self.engine.ranks[0]
         self.count = 0
@@ -164,8 +165,11 @@ class Driver(EngineDriver):
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    with make_weight_bridge("shared-memory", suspicious="off", max_slots=8) as trainer:
-        made = Rig(trainer)
+    with (
+        make_weight_bridge("shared-memory", suspicious="off", max_slots=8) as trainer,
+        make_weight_bridge("shared-memory", suspicious="off", max_slots=8) as weights,
+    ):
+        made = Rig(trainer, weights)
         yield made
         made.engine.close()
 
@@ -214,3 +218,63 @@ def test_a_number_that_comes_again_is_never_the_same_name(rig: Rig) -> None:
             names.append(one.own_name)
             executor.drop_adapter("policy")
         assert len(set(names)) == 4
+
+
+# ---- the base below ------------------------------------------------------------------------------
+
+
+def base_of(rig: Rig, version: int) -> WeightUpdateManifest:
+    return rig.weights.publish({"w": torch.full((4,), float(version))}, weight_version=version)
+
+
+def test_weights_that_an_adapter_in_the_engine_does_not_belong_to_are_refused(rig: Rig) -> None:
+    with rig.executor() as executor:
+        first = base_of(rig, 1)
+        executor.update_weights(first)
+        rig.update(executor, base_root=first.root)
+        with pytest.raises(IncompatibleUpdate, match=r"'policy@1'.*drop_adapter\('policy'\)"):
+            executor.update_weights(base_of(rig, 2))
+        assert (executor.active_weight_version, rig.engine.version, rig.offered) == (1, 1, [1])
+        rig.update(executor)  # names none, and the one before is there still
+        with pytest.raises(IncompatibleUpdate, match="'policy@1'"):
+            executor.update_weights(base_of(rig, 3))
+        executor.drop_adapter("policy")
+        executor.update_weights(base_of(rig, 4))
+        rig.update(executor)
+        executor.update_weights(base_of(rig, 5))  # an adapter that names no base goes with any
+        assert (executor.active_weight_version, rig.offered) == (5, [3])
+
+
+def test_a_root_that_could_not_be_compared_is_at_the_next_update_of_the_weights(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rig.executor() as executor:
+        manifest = base_of(rig, 1)
+        rig.update(executor, base_root="0" * 32)
+        assert "names the root of its base" in caplog.text
+        with pytest.raises(IncompatibleUpdate, match=f"{'0' * 32}.*{manifest.root}"):
+            executor.update_weights(manifest)
+
+
+def test_neither_an_adapter_nor_its_base_changes_under_the_other_once_both_are_prepared(
+    rig: Rig,
+) -> None:
+    with rig.executor() as executor:
+        first = base_of(rig, 1)
+        executor.update_weights(first)
+        base = Driver(Adapting(rig.engine), rig.front, 2)
+        lora = base.for_adapter("policy")
+        second, manifest = base_of(rig, 2), rig.publish(base_root=first.root)
+        base.prepare(second, {})
+        lora.prepare(manifest, {})
+        with pytest.raises(IncompatibleUpdate, match="belongs to base weights"):
+            base.install(second, {})
+        base.undo()
+        lora.undo()
+        third = base_of(rig, 3)
+        base.prepare(third, {})
+        base.install(third, {})  # and is not committed yet
+        with pytest.raises(WeightBridgeUnavailableError, match="update of the engine's weights"):
+            lora.prepare(manifest, {})
+        base.undo()
+        assert rig.engine.version == 1
