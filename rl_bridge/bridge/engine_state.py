@@ -17,6 +17,7 @@ from rl_bridge.bridge.consumer import AnyConsumer, PlainConsumer
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     EngineLost,
+    SessionRefused,
     TornEngine,
     WeightBridgeUnavailableError,
     add_note,
@@ -88,6 +89,7 @@ class EngineState:
         self._superseded: dict[str, None] = {}  # were active, and are still to be released
         self.torn_by: dict[str, tuple[WeightUpdateManifest, str]] = {}
         self._is_taken = False  # by another driver
+        self._is_lost = False  # the engine was gone when it was asked last
 
     @cached_property
     def consumer(self) -> AnyConsumer:
@@ -102,8 +104,10 @@ class EngineState:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine holds; None before the first and while it is torn."""
-        return None if self.is_torn or self.active is None else self.active.weight_version
+        """The version that the engine holds; None before the first, while it is torn, or gone."""
+        if self.is_torn or self._is_lost or self.active is None:
+            return None
+        return self.active.weight_version
 
     @property
     def last_torn(self) -> tuple[WeightUpdateManifest, str]:
@@ -140,7 +144,7 @@ class EngineState:
         if self.update_id not in {None, manifest.update_id}:
             self._superseded[str(self.update_id)] = None
         self.active, self.update_id, self.weights = manifest, manifest.update_id, weights
-        self.changing, self._is_taken = None, False
+        self.changing, self._is_taken, self._is_lost = None, False, False
         self.torn_by.pop(manifest.update_id, None)
         steps: dict[str, Callable[[], object]] = {"undo": self.note_healed, "commit": self._commit}
         for update_id in self._superseded:
@@ -172,6 +176,7 @@ class EngineState:
                 self._reject(manifest, describe(error))
         held = self._held()
         if isinstance(error, EngineLost):
+            self._is_lost = not isinstance(error, SessionRefused)  # which speaks of a live one
             held = "what the engine holds is not known before recover() has asked it."
         add_note(error, f"version {manifest.weight_version} was {what}; {held}")
 
@@ -192,6 +197,7 @@ class EngineState:
             self.note_healed()
         # (Another driver may have ended it otherwise.)
         what = "given up" if isinstance(error, EngineLost) else "undone"
+        self._is_lost = isinstance(error, EngineLost) and not isinstance(error, SessionRefused)
         add_note(error, f"version {manifest.weight_version} was {what}; {self._held()}")
 
     def note_torn(self, manifest: WeightUpdateManifest, reason: str) -> None:
@@ -210,11 +216,16 @@ class EngineState:
             self._reject(manifest, "it had torn the engine")
             del self.torn_by[manifest.update_id]
 
+    def note_there(self) -> None:
+        """The engine has answered, and is the one whose versions these are."""
+        self._is_lost = False
+
     def note_taken(self) -> None:
         """Another driver has the engine, or it was started anew: it holds none of our versions."""
         if self.active is not None:
             _LOG.warning("version %d is not in the engine any more", self.active.weight_version)
         update_id, self.active, self._uncommitted, self._is_taken = self.update_id, None, None, True
+        self._is_lost = False
         if update_id is not None:
             try:
                 self.release(update_id)  # at once: the engine may need it again

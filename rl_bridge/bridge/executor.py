@@ -126,6 +126,9 @@ class RolloutExecutor:
         Args:
             manifest: the publisher's manifest, or its JSON text.
 
+        A version of a LoRA adapter that the engine holds, and that a `drop_adapter` which did not
+        end took from requests, is offered to them again.
+
         Returns:
             The imported mapping, name -> tensor. If the engine's own processes verified it, its
             bytes are read and verified here when the first tensor is asked for; over a transport
@@ -139,6 +142,8 @@ class RolloutExecutor:
 
         """
         with self._exclusively("update_weights", manifest):
+            if (engine := self._offered_again(manifest)) is not None:
+                return engine.weights
             update = self._begin("update_weights", manifest)
             update.run(update.bring, update.stage, update.install, update.activate)
             self._acknowledged = update.engine
@@ -171,6 +176,12 @@ class RolloutExecutor:
         name = f"version {manifest.weight_version} (update {manifest.update_id})"
         if manifest.update_id == engine.update_id:
             msg = f"{name} is active already. Publish a later version."
+            if not engine.adapter.is_offered:
+                msg = (
+                    f"{name} is what was installed last, and requests cannot ask for it: it was "
+                    "dropped from the engine, or is about to be. Call recover(), which offers it "
+                    "again where the engine holds it still; or publish a later version."
+                )
             if engine.is_torn:
                 msg = (
                     f"{name} is what the torn engine goes back to: call recover(), or install a "
@@ -209,6 +220,16 @@ class RolloutExecutor:
             if engine.changing is not None:
                 engine.note_torn(engine.changing, "an interrupt stopped its install")
 
+    def _offered_again(self, given: object) -> EngineState | None:
+        """The engine of a version that it holds and did not offer, and offers now; None if not."""
+        manifest = WeightUpdateManifest.of(given, caller="update_weights")
+        engine = None if manifest.adapter is None else self._lora.get(manifest.adapter.name)
+        if engine is None or engine.update_id != manifest.update_id or _is_offered(engine):
+            return None
+        self._give_up_pending()
+        _recover(engine, is_inside=False)
+        return engine if engine.update_id == manifest.update_id and _is_offered(engine) else None
+
     def _engines(self) -> list[EngineState]:
         return [self._engine, *self._lora.values()]
 
@@ -230,7 +251,7 @@ class RolloutExecutor:
 
     @property
     def active_weight_version(self) -> int | None:
-        """The version that the engine holds; None before the first and while it is torn."""
+        """The version that the engine holds; None before the first, while it is torn, or gone."""
         return self._engine.version
 
     @property
@@ -254,8 +275,13 @@ class RolloutExecutor:
         return any(engine.is_torn for engine in self._engines())
 
     def adapter_version(self, adapter: str) -> int | None:
-        """The version of a LoRA adapter that new requests ask for; None before the first."""
-        return self._lora[adapter].version if adapter in self._lora else None
+        """The version of a LoRA adapter that new requests ask for.
+
+        None before the first, and while none can: after a `drop_adapter` that did not end, and
+        where the engine is gone.
+        """
+        engine = self._lora.get(adapter)
+        return None if engine is None or not engine.adapter.is_offered else engine.version
 
     def lora_request(self, adapter: str, version: int | None = None) -> Any:
         """What a request names a LoRA adapter by, as the engine's own ``generate`` takes it.
@@ -409,11 +435,17 @@ class RolloutExecutor:
             raise BridgeClosed(msg)
 
 
+def _is_offered(engine: EngineState) -> bool:
+    return engine.adapter.is_offered
+
+
 def _recover(engine: EngineState, *, is_inside: bool) -> None:
     """Undo what tore an engine, or take it over. See `RolloutExecutor.recover`."""
     if not is_inside and engine.adapter.take_over():
         engine.note_healed()
         engine.note_taken()
+    elif not is_inside:
+        engine.note_there()
     if not engine.is_torn:
         engine.check_owner()
         return

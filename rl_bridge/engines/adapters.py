@@ -509,6 +509,12 @@ class AdapterDriver(EngineDriver):
         self._free = 0
         self._partly: list[str] = []  # updates that only some ranks hold
         self._idle: frozenset[str] = frozenset()  # without a request at the last look
+        self._is_ending = False  # a drop of all versions did not end
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether requests can ask for a version. See `TransactionalAdapter`."""
+        return self._known[0] is not None
 
     def resident(self, weight_version: int | None = None) -> Resident:
         """The version that new requests ask for, or another one that is still resident.
@@ -523,6 +529,13 @@ class AdapterDriver(EngineDriver):
         for one in residents:
             if one.weight_version == weight_version:
                 return one
+        if self._is_ending:
+            msg = (
+                f"adapter {self.adapter!r} is not offered: requests had it still when "
+                "drop_adapter() gave up waiting for them. Call drop_adapter() once more; or "
+                "recover(), which offers it again."
+            )
+            raise UnknownUpdate(msg)
         held = [one.weight_version for one in residents]
         asked = "any version" if weight_version is None else f"version {weight_version}"
         msg = (
@@ -634,12 +647,13 @@ class AdapterDriver(EngineDriver):
         super()._ensure_session()
         self._describe_ranks()
         (_, residents), self._known = self._known, (None, ())
+        self._is_ending = True
         self._offer()
         self._wait_until_unused(residents, timeout_s)
         time.sleep(_LOOK_S)  # a front end may forget a request a moment before its engine does
         gone = [*(one.update_id for one in residents), *self._partly]
         self._client.ask("retire", update_ids=gone, ends=True)
-        self._partly = []
+        self._partly, self._is_ending = [], False
 
     def _wait_until_unused(
         self, versions: Sequence[Resident], timeout_s: float | None = None
@@ -689,7 +703,7 @@ class AdapterDriver(EngineDriver):
         # (A rank tells its versions in the order in which they were committed.)
         held = [Resident(**one) for one in reversed(told[0].values()) if one["update_id"] in on_all]
         active = next((one for one in held if one.update_id == serving), None)
-        self._known = active, tuple(held)
+        self._known, self._is_ending = (active, tuple(held)), False
         self._partly = sorted(set.union(*(set(one) for one in told)) - on_all)
         self._free = min(reply["free"] for reply in replies)
         return replies

@@ -82,7 +82,7 @@ class RankInstaller(TransactionalAdapter):
         With `ends`, the active one too.
         """
 
-    def check_base(self, root: str) -> None:  # noqa: B027 - only adapters have a base
+    def check_base(self, root: str) -> None:
         """Refuse base weights of this root under what the engine holds, if that has a base.
 
         Raises:
@@ -201,6 +201,16 @@ class EngineRank:
             "model": type(self.host.model).__name__,
             **self.host.facts(),
         }
+
+    def check_base(self, root: str) -> None:
+        """Refuse base weights of this root under an adapter, if one is here. See `RankInstaller`.
+
+        Raises:
+            IncompatibleUpdate: the adapter belongs to other weights.
+
+        """
+        if self._made is not None:
+            self._made.check_base(root)
 
     def configure(self, options: Payload) -> None:
         """Take options: ``transports`` of `EngineBridges`, all others of the host's installer."""
@@ -456,11 +466,10 @@ class EngineRank:
 
         Requests that have the adapter would go on over another base.
         """
-        ranks = ranks_of(self.host.model)
-        if ranks.get("") is self:
-            for other in ranks.values():
-                if other is not self and other._made is not None:
-                    other._made.check_base(manifest.root)
+        if known_rank(self.host.model) is self:
+            for other in ranks_of(self.host.model).values():
+                if other is not self:
+                    other.check_base(manifest.root)
 
     @property
     def installer(self) -> RankInstaller:

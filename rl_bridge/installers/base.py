@@ -175,6 +175,14 @@ class TransactionalAdapter(ABC):
         """
         return False
 
+    @property
+    def is_offered(self) -> bool:
+        """Whether requests can ask for what was installed last, where it is a LoRA adapter.
+
+        They cannot after a `drop_versions` that did not end. `take_over` offers it again.
+        """
+        return True
+
     def for_adapter(self, name: str) -> "TransactionalAdapter":
         """What brings versions of a LoRA adapter of that name into the engine, beside its weights.
 

@@ -382,7 +382,9 @@ def test_adapters_stay_over_an_update_of_their_base_and_name_the_root_that_they_
         engine.executor.update_weights(right)
         assert engine.answers() == other
         back = trainer.publish(load_file(f"{paths[0]}/model.safetensors"), weight_version=2)
-        with pytest.raises(IncompatibleUpdate, match=rf"{manifest.root}.*{back.root}.*drop_adapter"):
+        with pytest.raises(
+            IncompatibleUpdate, match=rf"{manifest.root}.*{back.root}.*drop_adapter"
+        ):
             engine.executor.update_weights(back)
         assert engine.executor.active_weight_version == 1
         assert engine.answers() == other

@@ -1,7 +1,7 @@
 """Versions of an adapter in an engine: which stay, which are offered, and over which base."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +17,16 @@ from rl_bridge.engines.adapters import (
     Resident,
 )
 from rl_bridge.engines.driver import EngineDriver
-from rl_bridge.engines.rank import EngineRank, answer, rank_of
+from rl_bridge.engines.rank import answer, rank_of, ranks_of
 from rl_bridge.engines.rpc import Replies, Reply
-from rl_bridge.errors import IncompatibleUpdate, UnknownUpdate, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    IncompatibleUpdate,
+    StaleUpdate,
+    UnknownUpdate,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.manifest.adapter import LoRAPair
 from rl_bridge.memory.views import ImportedTensors
@@ -85,11 +92,21 @@ class Front:
         return version
 
 
+class Mortal(Engine):
+    """An engine whose calls fail when it is gone."""
+
+    is_gone = False
+
+
 class Adapting(Client):
     """An engine of one rank that has adapters."""
 
+    engine: Mortal
+
     def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
         (base,) = self.engine.ranks
+        if self.engine.is_gone:
+            raise EngineLost("planted: the engine is gone. Start it anew.")
         rank = base
         if name := payload.get("adapter"):
             host = base.host
@@ -102,10 +119,10 @@ class Rig:
     """An engine, its front end, and what publishes into it."""
 
     def __init__(self, trainer: TensorBridge, weights: TensorBridge) -> None:
-        self.engine, self.front = Engine(), Front()
+        self.engine, self.front = Mortal(), Front()
         self.trainer, self.weights = trainer, weights
-        rank_of(self.engine.hosts[0].model, lambda: self.engine.hosts[0])  # as engines make it
-        vars(self.engine.hosts[0].model)["_rl_bridge_ranks"][""] = self.engine.ranks[0]
+        (host,) = self.engine.hosts  # whose model knows its ranks, as that of real engines
+        self.engine.ranks = [rank_of(host.model, lambda: host)]
         self.count = 0
 
     @contextmanager
@@ -144,10 +161,17 @@ class Rig:
     @property
     def held(self) -> set[str]:
         """Updates whose bytes the rank holds."""
-        ranks: Mapping[str, EngineRank] = vars(self.engine.hosts[0].model)["_rl_bridge_ranks"]
-        installer = ranks["policy"].installer
+        return set(self._slots.held)
+
+    def drop_all(self) -> None:
+        """Drop all, behind the back of those who have installed them."""
+        self._slots.held.clear()
+
+    @property
+    def _slots(self) -> Slots:
+        installer = ranks_of(self.engine.hosts[0].model)["policy"].installer
         assert isinstance(installer, Slots)
-        return set(installer.held)
+        return installer
 
 
 class Driver(EngineDriver):
@@ -278,3 +302,55 @@ def test_neither_an_adapter_nor_its_base_changes_under_the_other_once_both_are_p
             lora.prepare(manifest, {})
         base.undo()
         assert rig.engine.version == 1
+
+
+# ---- what a drop that does not end leaves --------------------------------------------------------
+
+
+def test_a_drop_that_did_not_end_is_ended_or_taken_back_and_all_calls_agree(rig: Rig) -> None:
+    with rig.executor() as executor:
+        manifest = rig.publish()
+        executor.update_weights(manifest)
+        number = executor.lora_request("policy").number
+        for again in (executor.recover, lambda: executor.update_weights(manifest)):
+            rig.front.used = {number}
+            with pytest.raises(DeadlineExceeded, match=r"'policy@1'\].*requests have them still"):
+                executor.drop_adapter("policy", timeout_s=0.0)
+            assert (executor.adapter_version("policy"), rig.offered) == (None, [])
+            with pytest.raises(UnknownUpdate, match=r"not offered.*recover\(\)"):
+                executor.lora_request("policy")
+            again()
+            assert (executor.adapter_version("policy"), rig.offered) == (1, [1])
+            assert executor.lora_request("policy").number == number
+        with pytest.raises(StaleUpdate, match="is active already"):
+            executor.update_weights(manifest)
+        with pytest.raises(DeadlineExceeded):
+            executor.drop_adapter("policy", timeout_s=0.0)
+        rig.front.used.clear()
+        executor.drop_adapter("policy")
+        assert rig.held == set()
+
+
+def test_a_version_that_something_else_dropped_is_not_said_to_be_active(rig: Rig) -> None:
+    with rig.executor() as executor:
+        manifest = rig.publish()
+        executor.update_weights(manifest)
+        rig.drop_all()
+        executor.recover()
+        assert executor.adapter_version("policy") is None
+        with pytest.raises(StaleUpdate, match="requests cannot ask for it"):
+            executor.update_weights(manifest)
+        rig.update(executor)
+        assert executor.adapter_version("policy") == 2
+
+
+def test_no_version_is_claimed_of_an_engine_that_is_gone(rig: Rig) -> None:
+    with rig.executor() as executor:
+        rig.update(executor)
+        manifest, rig.engine.is_gone = rig.publish(), True
+        with pytest.raises(EngineLost, match="not known before recover"):
+            executor.update_weights(manifest)
+        assert executor.adapter_version("policy") is None
+        rig.engine.is_gone = False
+        executor.recover()
+        assert executor.adapter_version("policy") == 1

@@ -498,6 +498,7 @@ class _Stream:
         lock: of all that is done about it.
         executor: brings its versions.
         names: by which clients were to ask for a version of it.
+        is_empty: whether no version of it was installed.
         written: directories of it in the cache, the oldest first.
 
     """
@@ -511,13 +512,8 @@ class _Stream:
             weight_install_adapter=VLLMEngineAdapter(client, transports={"nixl": options}),
             suspicious="off",
         )
-        self.names = {adapter}
+        self.names, self.is_empty = {adapter}, True
         self.written: list[Path] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no version of it was installed."""
-        return self.executor.adapter_version(self.adapter) is None
 
     def close(self) -> None:
         """Leave the engine."""
@@ -639,7 +635,9 @@ class PrimeRLRoutes:
         tensors = None
         # An older version that is still there gets another name; the adapter's own is the active's.
         if label is None or (lora_name == spec.name and active != path):
+            # (Which offers it again, where an unload did not end and the engine has it still.)
             tensors = stream.executor.update_weights(manifest)
+            stream.is_empty = False
             label = self._on_loop(lambda: table.label_at(path))
         self._on_loop(lambda: table.alias(lora_name, spec.name, str(label)))
         stream.names.add(lora_name)
