@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from rl_bridge.compat.prime_rl import (
 )
 from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.vllm.client import ServerClient
-from rl_bridge.engines.vllm.endpoint import AdapterTable
+from rl_bridge.engines.vllm.endpoint import AdapterTable, rows_of
 from rl_bridge.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -113,6 +114,10 @@ def test_clients_who_ask_for_the_adapter_get_the_active_version_and_are_told_whi
         body = {"model": "policy", "prompt": PROMPTS[0], "max_tokens": 1}
         reply = adapted.engine.call("v1/completions", json=body)
         assert reply.json()["model"] == f"policy@{version}"
+        listed = adapted.engine.call("v1/models", method="GET").json()["data"]
+        names = [one["id"] for one in listed]
+        assert {"policy", f"policy@{version}"} <= set(names)
+        assert len(set(names)) == len(names)
     assert adapted.engine.answers() == adapted.fresh[0]
 
 
@@ -295,6 +300,18 @@ def test_another_name_stays_with_its_version_and_is_never_that_of_something_else
     assert table["mine"].lora_name == "policy@7"
     with pytest.raises(ValueError, match="'step_6' was not loaded"):
         table.unalias("step_6")
+
+
+def test_each_name_is_listed_once_and_as_itself() -> None:
+    table = AdapterTable({"file": SimpleNamespace(lora_name="file")}, lambda _: False)
+    versions = [Resident("policy", number, f"{number}" * 32) for number in (7, 6)]
+    table.offer("policy", "policy@7", rows_of(versions))
+    table.alias("mine", "policy", "policy@6")
+    listed = [one.lora_name for one in table.values()]  # as /v1/models does it
+    assert sorted(listed) == ["file", "mine", "policy", "policy@6", "policy@7"]
+    table.pop("policy@6")  # as an unload by vLLM's own route does it
+    table.offer("policy", "policy@7", rows_of(versions[:1]))
+    assert sorted(table) == ["file", "policy", "policy@7"]
 
 
 @pytest.mark.parametrize(("adapters", "model"), [({"policy": object()}, ""), ({}, "policy")])
@@ -526,6 +543,25 @@ def test_an_unload_whose_deadline_passes_says_so_and_the_next_one_ends_the_adapt
     assert told(prime.adapted, "unload_lora_adapter", unload) == (200, "ok")
     code, text = told(prime.adapted, "unload_lora_adapter", unload)
     assert (code, "was not loaded here" in text) == (409, True), text
+    prime.update(1, "my_lora")
+    assert server.answers(model="my_lora") == fresh[2]
+
+
+def test_a_version_that_an_unload_left_behind_is_offered_again_when_it_is_loaded_again(
+    prime: PrimeTrainer,
+) -> None:
+    server, fresh = prime.adapted.engine, prime.adapted.fresh
+    prime.update(0, "my_lora")
+    with ThreadPoolExecutor(1) as threads:
+        with paused(server):  # so that the request cannot end
+            asked = threads.submit(server.generate, PROMPTS[0], 30, model="my_lora")
+            until(lambda: used(prime.adapted), what="it is asked")
+            unload: dict[str, object] = {"lora_name": "my_lora", "timeout": 0.1}
+            assert told(prime.adapted, "unload_lora_adapter", unload)[0] == 503
+            assert prime.load() == (200, "ok")
+        asked.result()
+    assert server.answers(model="my_lora") == fresh[1]
+    assert server.answers(model="policy") == fresh[1]
     prime.update(1, "my_lora")
     assert server.answers(model="my_lora") == fresh[2]
 

@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.errors import (
+    EngineLost,
     IncompatibleUpdate,
     SlotsExhausted,
     UnknownUpdate,
+    WeightBridgeError,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.manifest import AdapterSpec
@@ -349,6 +351,72 @@ def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_ga
         assert trainer.told(manifest) >= {("vllm", rank, "released") for rank in engine.ranks}
         assert trainer.asked == []
     engine.executor.recover()
+
+
+# ---- who dies meanwhile --------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    not Path(PYTHON).exists(), reason=f"needs {PYTHON}, which `make test-engines` makes"
+)
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_rank_of_the_trainer_that_dies_while_it_is_read_costs_no_more_than_its_version(
+    engine: VLLMAdapted, checkpoints: Checkpoints, tmp_path: Path, when: str
+) -> None:
+    folders = [checkpoints.adapter(number) for number in (0, 1)]
+    paths = [checkpoints.path(SETTINGS[0].kind, 0), *folders]
+    llm = engine.engine
+    with (
+        Elsewhere(2, tmp_path, "tests.trainers_torch.publishing", PYTHON, "peft") as ranks,
+        RolloutExecutor(
+            weight_transport="nixl",
+            weight_install_adapter=VLLMEngineAdapter(llm, timeout_s=60.0, take_over=True),
+        ) as executor,
+    ):
+        trainer = RealTrainer(ranks, "begin_adapter", paths, transport="nixl")
+        first = trainer.publish(0)
+        executor.update_weights(first)
+        manifest, holds = trainer.publish(1), 0
+        llm.collective_rpc("kill_in_import", args=(trainer.pids[1], when, 0))
+        try:
+            executor.update_weights(manifest)
+            holds = 1  # each rank had read and verified all of it by then
+        except WeightBridgeError:
+            assert executor.adapter_version("policy") == first.weight_version
+        assert not (holds and when == "before")
+        llm.collective_rpc("uproot_fault")
+        trainer.end()
+        got = answers(llm, lora_request=executor.lora_request("policy"))
+        assert got == engine.fresh[1 + holds]
+        executor.update_weights(trainer.publish(1 - holds))
+        got = answers(llm, lora_request=executor.lora_request("policy"))
+        assert got == engine.fresh[2 - holds]
+    engine.executor.recover()
+
+
+def test_a_worker_that_is_killed_while_it_stages_is_a_typed_error_and_no_version_is_claimed(
+    checkpoints: Checkpoints,
+) -> None:
+    setting = SETTINGS[1]
+    weights = [
+        load_file(f"{checkpoints.adapter(number)}/adapter_model.safetensors") for number in (0, 1)
+    ]
+    with (
+        start(setting, checkpoints.path(setting.kind, 0), **LORA) as llm,
+        make_weight_bridge("shared-memory", suspicious="off") as bridge,
+        RolloutExecutor(weight_install_adapter=VLLMEngineAdapter(llm, timeout_s=60.0)) as executor,
+    ):
+        spec = AdapterSpec.of_peft("policy", ADAPTER, [])
+        executor.update_weights(bridge.publish(weights[0], weight_version=1, adapter=spec))
+        plant = {"ask": "plant", "step": "prepare", "fault": "dies", "rank": 1}
+        llm.collective_rpc("in_rank", args=(json.dumps(plant),))
+        manifest = bridge.publish(weights[1], weight_version=2, adapter=spec)
+        with pytest.raises(EngineLost, match="Start a fresh engine"):
+            executor.update_weights(manifest)
+        assert executor.adapter_version("policy") is None
+        with pytest.raises(EngineLost):
+            executor.recover()
+        assert executor.adapter_version("policy") is None
 
 
 # ---- the base below ------------------------------------------------------------------------------

@@ -9,7 +9,11 @@ import pytest
 from tests.engines.models import Checkpoints, Kind
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "docs" / "examples" / "vllm_engines").glob("*.py"))
-SAYS = {"in_process.py": "\n3 [", "native.py": "vllm 1 released"}
+SAYS = {
+    "in_process.py": "\n3 [",
+    "native.py": "vllm 1 released",
+    "train_a_lora.py": "\nversion 6: reward ",
+}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

@@ -259,5 +259,5 @@ _POINTS: dict[str, Callable[[torch.nn.Module, int], None]] = {
     "staging": _staging,
     "undo": _undo,
     "drop adapters": drop_adapters,
-    **{what: _damage_slot(what) for what in DAMAGES},
+    **{what: _damage_slot(what) for what in DAMAGES.values()},
 }

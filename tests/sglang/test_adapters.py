@@ -292,6 +292,36 @@ def test_shards_of_a_trainer_s_ranks_reach_all_ranks_of_the_engine_and_nobody_ga
     engine.executor.recover()
 
 
+@pytest.mark.skipif(
+    not Path(PYTHON).exists(), reason=f"needs {PYTHON}, which `make test-sglang` makes"
+)
+def test_tokens_are_those_of_transformers_and_peft_themselves(
+    engines: Engines, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """In float32, where no two candidates are nearly as likely as each other.
+
+    In 16 bits, or of a model whose candidates are near-ties, engines and peft sum in other orders,
+    and tokens part after some steps although the adapter is right: there, they are compared with a
+    fresh engine's.
+    """
+    base, folders = checkpoints.path(KIND, 0), [checkpoints.adapter(one) for one in (0, 1)]
+    cases = "tests.trainers_torch.peft_tokens"
+    with Elsewhere(1, tmp_path, cases, PYTHON, "peft") as ranks:
+        ask: dict[str, Any] = {"base": base, "prompts": PROMPTS}
+        ask["count"] = SAMPLING["max_new_tokens"]
+        due = [ranks.ask("run", case="tokens", adapter=one, **ask)[0] for one in (None, *folders)]
+    assert due[0] != due[1] != due[2]
+    with adapted(engines, checkpoints, tmp_path, 1) as engine:
+        assert tokens_of(engine.asked(None)) == due[0]
+        for number in (0, 1, 0):
+            engine.update(number)
+            assert tokens_of(engine.answers()) == due[1 + number]
+
+
+def tokens_of(answers: Answers) -> list[list[int]]:
+    return [list(tokens) for tokens, _ in answers]
+
+
 def test_adapters_stay_over_an_update_of_their_base_and_name_the_root_that_they_belong_to(
     engines: Engines, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:

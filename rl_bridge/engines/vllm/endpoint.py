@@ -29,22 +29,30 @@ def rows_of(residents: Sequence[Resident]) -> list[dict[str, Any]]:
 
 
 class AdapterTable(dict[str, Any]):
-    """vLLM's table of adapters by name, which knows the requests that have one of ours."""
+    """The server's table of adapters by name, which knows the requests that have one of ours.
+
+    An entry of ours has its key as its name, by which the server lists it. What a request gets has
+    the name of the version.
+    """
 
     def __init__(self, before: Mapping[str, Any], is_model: Callable[[str], bool]) -> None:
         """Begin with those that vLLM has; `is_model` tells names of the models that it serves."""
         super().__init__(before)
-        self._ours: dict[str, set[str]] = {}
+        self._ours: dict[str, dict[str, str]] = {}  # adapter -> name -> label of its version
         self._aliases: dict[str, dict[str, str]] = {}  # adapter -> other names, of which version
         self._is_model = is_model
         self._handed = Handed()
 
     def __getitem__(self, name: str) -> Any:
         """What a request gets."""
-        one = super().__getitem__(name)
-        if not any(name in names for names in self._ours.values()):
+        one, label = super().__getitem__(name), self._label_of(name)
+        if label is None:
             return one
-        return self._handed.hand(one.lora_name, one.lora_int_id, one.lora_path)
+        return self._handed.hand(label, one.lora_int_id, one.lora_path)
+
+    def _label_of(self, name: str) -> str | None:
+        """Label of the version that a name of ours is for."""
+        return next((names[name] for names in self._ours.values() if name in names), None)
 
     def offer(self, adapter: str, active: str | None, residents: list[dict[str, Any]]) -> None:
         """Replace the versions of one adapter.
@@ -58,30 +66,32 @@ class AdapterTable(dict[str, Any]):
             ValueError: a name is that of another adapter.
 
         """
-        named = {
-            one["label"]: plain_kind()(one["label"], one["number"], one["path"])
-            for one in residents
-        }
+        rows = {one["label"]: one for one in residents}
+        named = {label: label for label in rows}
         if active is not None:
-            named[adapter] = named[active]
+            named[adapter] = active
         aliases = self._aliases.get(adapter, {})
-        named |= {name: named[label] for name, label in aliases.items() if label in named}
-        before = self._ours.get(adapter, set())
-        new = {adapter, *named} - before
+        named |= {name: label for name, label in aliases.items() if label in rows}
+        before = self._ours.get(adapter, {})
+        new = {adapter, *named} - before.keys()
         if taken := {name for name in new if name in self or self._is_model(name)}:
             msg = f"the server serves these names already: {sorted(taken)}. Unload them first"
             raise ValueError(msg)
-        for name in before - named.keys():
-            del self[name]
-        self.update(named)
-        self._ours[adapter] = set(named)
+        made = {
+            name: plain_kind()(name, rows[label]["number"], rows[label]["path"])
+            for name, label in named.items()
+        }
+        for name in before.keys() - named.keys():
+            self.pop(name, None)  # vLLM's own calls may have unloaded it
+        self.update(made)
+        self._ours[adapter] = named
         self._aliases[adapter] = {name: label for name, label in aliases.items() if name in named}
 
     def label_at(self, path: str) -> str | None:
         """Label of the version with this path; None if it is not offered."""
-        ours = {name for names in self._ours.values() for name in names}
-        found = (one for name, one in self.items() if name in ours and one.lora_path == path)
-        return next((str(one.lora_name) for one in found), None)
+        ours = {name: label for names in self._ours.values() for name, label in names.items()}
+        found = (ours[name] for name, one in self.items() if name in ours and one.lora_path == path)
+        return next(found, None)
 
     def path_of(self, adapter: str) -> str | None:
         """Path of the version that is active; None if none is offered."""
@@ -114,11 +124,12 @@ class AdapterTable(dict[str, Any]):
 
         """
         self.check_alias(name, adapter)
-        if label not in self._ours.get(adapter, set()):
+        if label not in self._ours.get(adapter, {}):
             raise ValueError(f"version {label!r} is not offered. Install it again")
         if name != adapter:
-            self[name] = super().__getitem__(label)
-            self._ours[adapter].add(name)
+            one = super().__getitem__(label)
+            self[name] = plain_kind()(name, one.lora_int_id, one.lora_path)
+            self._ours[adapter][name] = label
             self._aliases[adapter][name] = label
 
     def unalias(self, name: str) -> str | None:
@@ -130,11 +141,10 @@ class AdapterTable(dict[str, Any]):
         """
         for adapter, aliases in self._aliases.items():
             if name in self and (name == adapter or name in aliases):
-                active = super().get(adapter)
-                if name == adapter or active is None or aliases[name] == active.lora_name:
+                active = self._ours[adapter].get(adapter)
+                if name == adapter or active is None or aliases[name] == active:
                     return adapter
-                del self[name], aliases[name]
-                self._ours[adapter].discard(name)
+                del self[name], aliases[name], self._ours[adapter][name]
                 return None
         known = sorted(self._aliases.keys() & self.keys())
         raise ValueError(f"{name!r} was not loaded, expected one of {known}")
