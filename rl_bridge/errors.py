@@ -26,7 +26,7 @@ The tree::
     │   ├── IncompleteCoverage            a group misses a range of a tensor, or has it twice
     │   └── RanksDisagree                 ranks of an update group contradict each other
     ├── WeightUpdateRejectedError         the update may not be imported, acknowledged or installed
-    │   ├── UnknownUpdate
+    │   ├── UnknownUpdate                 not known here, or an engine does not hold that version
     │   ├── IllegalTransition             the lifecycle table has no such move
     │   ├── StaleUpdate                   late or replayed, or its bytes are gone
     │   ├── SuspiciousUpdate              no-op, frozen or narrowed, under policy "reject"
@@ -214,7 +214,10 @@ class WeightUpdateRejectedError(WeightBridgeError):
 
 
 class UnknownUpdate(WeightUpdateRejectedError):
-    """No update of that id is known to this bridge."""
+    """No update of that id is known to this bridge; or an engine holds no such adapter's version.
+
+    A request to vLLM for a version of an adapter that was dropped raises it, too.
+    """
 
 
 class IllegalTransition(WeightUpdateRejectedError):

@@ -587,13 +587,17 @@ class AdapterDriver(EngineDriver):
             # The version stands; what is left of older ones goes with the next update.
             _LOG.exception("older versions of adapter %s were not dropped", self.adapter)
 
-    def retire(self, keep: int) -> bool:
-        """Free the places of the oldest versions that no request is left of, until `keep` stay.
+    def retire(self, keep: int, *, most: int | None = None) -> bool:
+        """Free the places of versions that no request is left of, but for the `keep` newest.
 
         One of which somebody holds a request object stays, too. A version goes if it was without a
         request at the look before as well: an engine's front end forgets a request a moment before
         the engine itself has ended it. It is not offered any more before the last look: a request
         that comes between the two keeps it.
+
+        Args:
+            keep: the newest of them stay; 1 or more.
+            most: so many go at most, the oldest first; None for all.
 
         Returns:
             Whether one went.
@@ -601,10 +605,10 @@ class AdapterDriver(EngineDriver):
         """
         used = self._asked_for()
         active, residents = self._known
-        oldest = [one for one in reversed(residents) if one != active]
-        idle = frozenset(one.update_id for one in oldest if one.number not in used)
-        surplus = max(len(residents) - max(keep, 1), 0)
-        ending = [one for one in oldest if one.update_id in idle & self._idle][:surplus]
+        others = [one for one in residents if one != active]
+        idle = frozenset(one.update_id for one in others if one.number not in used)
+        old = [one for one in reversed(residents[keep:]) if one in others]
+        ending = [one for one in old if one.update_id in idle & self._idle][:most]
         self._idle = idle
         if ending:
             self._known = active, tuple(one for one in residents if one not in ending)
@@ -674,9 +678,15 @@ class AdapterDriver(EngineDriver):
             time.sleep(_LOOK_S)
 
     def take_over(self) -> bool:
-        """Take the engine, and offer what it holds. See `EngineDriver`."""
+        """Take the engine, and offer what it holds. See `EngineDriver`.
+
+        Versions beyond those that are kept go, as after an update, where their requests have ended.
+        """
         is_new = super().take_over()
         self._offer()
+        if len(self._known[1]) > self._keep and not self.retire(self._keep):
+            time.sleep(_LOOK_S)
+            self.retire(self._keep)
         return is_new
 
     def _offer(self) -> None:
@@ -685,15 +695,14 @@ class AdapterDriver(EngineDriver):
     def _ensure_session(self) -> None:
         super()._ensure_session()
         self._offer()
-        keep = len(self._known[1])
         if self._free:
-            self.retire(keep)  # only a look
+            self.retire(len(self._known[1]))  # only a look
             return
         if self._front_end.adapters_held():
             gc.collect()  # objects that only each other hold, such as of a kept exception's frames
-        if not self.retire(keep - 1):
+        if not self.retire(1, most=1):
             time.sleep(_LOOK_S)
-            self.retire(keep - 1)
+            self.retire(1, most=1)
 
     def _describe_ranks(self) -> Replies:
         replies = super()._describe_ranks()

@@ -231,6 +231,23 @@ def test_a_version_of_which_somebody_holds_a_request_stays_and_others_go(rig: Ri
             executor.lora_request("policy", 1)
 
 
+def test_what_a_request_kept_goes_with_the_next_recovery_when_the_request_has_ended(
+    rig: Rig,
+) -> None:
+    with rig.executor() as executor:
+        rig.update(executor)
+        rig.front.used = {executor.lora_request("policy").number}
+        rig.update(executor)
+        rig.update(executor)
+        assert rig.offered == [1, 2, 3]
+        executor.recover()
+        assert rig.offered == [1, 2, 3]
+        rig.front.used.clear()
+        executor.recover()
+        assert rig.offered == [2, 3]
+        assert len(rig.held) == 2
+
+
 def test_a_number_that_comes_again_is_never_the_same_name(rig: Rig) -> None:
     with rig.executor() as executor:
         names = []

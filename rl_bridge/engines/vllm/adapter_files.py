@@ -156,7 +156,7 @@ class _OneAdapter(TransactionalAdapter):
     def drop_versions(self, timeout_s: float | None = None) -> None:  # noqa: ARG002 - vLLM waits itself
         """Have the server forget all versions. See `TransactionalAdapter`."""
         while self._residents:
-            self._call(_UNLOAD, lora_name=self._residents[-1].label, may_lack=True)
+            self._call(_UNLOAD, lora_name=self._residents[-1].own_name, may_lack=True)
             self._residents.pop()
 
     def lora_request(self, version: int | None) -> str:
