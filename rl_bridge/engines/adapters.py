@@ -24,7 +24,7 @@ import torch
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller
 from rl_bridge.engines.rpc import EngineClient, Replies, Reply
-from rl_bridge.engines.serving import ServingOptions
+from rl_bridge.engines.serving import KEPT, ServingOptions
 from rl_bridge.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -50,9 +50,6 @@ PATHS = "/rl_bridge/"
 # Ids of ours are above those that people count by hand, and fit into 31 bits.
 _FIRST_ID = 1 << 30
 _SHOWN = 3
-
-KEPT = 2
-"""Versions that stay while nothing is installed: the active one, and the one before."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -716,18 +713,6 @@ class AdapterDriver(EngineDriver):
         self._partly = sorted(set.union(*(set(one) for one in told)) - on_all)
         self._free = min(reply["free"] for reply in replies)
         return replies
-
-
-def checked_keep(keep: int) -> int:
-    """How many versions of an adapter stay.
-
-    Raises:
-        ValueError: none would.
-
-    """
-    if keep < 1:
-        raise ValueError(f"keep={keep}: expected 1 or more: the active version stays.")
-    return keep
 
 
 def require_plain(spec: AdapterSpec, others: Sequence[str]) -> None:

@@ -20,6 +20,10 @@ LabelMaker = Callable[[WeightUpdateManifest], str]
 """Makes the version label of an update."""
 
 
+KEPT = 2
+"""Versions of an adapter that stay by default: the active one, and the one before."""
+
+
 def default_label(manifest: WeightUpdateManifest) -> str:
     """``version@root``: the label on outputs tells which weights made them, not only a number."""
     return f"{manifest.weight_version}@{manifest.root}"
@@ -33,12 +37,14 @@ class ServingOptions:
         pause: what running requests do meanwhile; None does not pause.
         cache: what becomes of what the old weights cached.
         label: makes the version label on outputs; None leaves the label alone.
+        keep: versions of each LoRA adapter that stay while nothing is installed.
 
     """
 
     pause: str | None
     cache: str
     label: LabelMaker | None = default_label
+    keep: int = KEPT
 
     def check(self, pauses: tuple[str | None, ...], caches: tuple[str, ...]) -> None:
         """Refuse what the engine does not have."""
@@ -48,6 +54,8 @@ class ServingOptions:
                 raise ValueError(f"{name}={given!r}: expected {', '.join(most)} or {last}.")
         if self.label is not None and not callable(self.label):
             raise TypeError(f"label={self.label!r}: expected a function of the manifest, or None.")
+        if self.keep < 1:
+            raise ValueError(f"keep={self.keep!r}: expected 1 or more: the active version stays.")
 
 
 class Serving:

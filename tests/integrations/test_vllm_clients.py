@@ -80,6 +80,7 @@ def test_a_text_that_is_no_url_is_refused_before_any_update(url: str) -> None:
     [
         ({"pause": "stop"}, "pause='stop': expected 'keep', 'wait', 'abort' or None"),
         ({"cache": "flush"}, "cache='flush': expected 'recompute', 'reset' or 'keep'"),
+        ({"keep": 0}, "keep=0: expected 1 or more"),
     ],
 )
 def test_a_pause_or_a_cache_that_vllm_does_not_have_is_refused(

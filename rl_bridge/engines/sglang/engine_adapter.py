@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_bridge.bridge.executor import RolloutExecutor
-from rl_bridge.engines.adapters import KEPT, AdapterDriver, checked_keep
+from rl_bridge.engines.adapters import AdapterDriver
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
-from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
+from rl_bridge.engines.serving import KEPT, LabelMaker, ServingOptions, default_label
 from rl_bridge.engines.sglang.client import SGLangClient, connect
 from rl_bridge.engines.sglang.loaders import DiskRoute, DistributedRoute, RouteName, loader_for
 from rl_bridge.engines.staging import Staging, checked_budget, checked_staging
@@ -44,12 +44,15 @@ class SGLangServing(ServingOptions):
             while there are any, ``cache="flush"`` refuses the update. ``abort``: they end.
         cache: what becomes of cached prefixes.
         label: makes the version label that SGLang puts on outputs; None leaves it alone.
+        keep: most versions of each LoRA adapter that stay while nothing is installed, the active
+            one among them, as far as the engine has places; what requests have stays anyhow.
 
     """
 
     pause: PauseMode = "retract"
     cache: CachePolicy = "flush"
     label: LabelMaker | None = default_label
+    keep: int = KEPT
 
     def __post_init__(self) -> None:
         """Check the words."""
@@ -72,7 +75,6 @@ class SGLangInstallAdapter(EngineDriver):
         staging: Staging | None = None,
         memory_budget_nbytes: int | None = None,
         transports: TransportOptions | None = None,
-        keep: int = KEPT,
         timeout_s: float = 600.0,
         take_over: bool = False,
     ) -> None:
@@ -95,9 +97,6 @@ class SGLangInstallAdapter(EngineDriver):
                 undo needs, may take on each rank; None takes what there is.
             transports: for ``import``: name of a transport -> options of the ranks' bridges, such
                 as ``{"shared-memory": {"directory": path}}``; they travel as JSON.
-            keep: most versions of each LoRA adapter that stay while nothing is installed, the
-                active one among them. What the engine has no place for goes as the next one comes;
-                versions that requests have stay anyhow.
             timeout_s: deadline of each call to the engine.
             take_over: True takes the engine from a driver that has it, such as one that died, in
                 the first update; False refuses that update with the name of the driver.
@@ -105,7 +104,7 @@ class SGLangInstallAdapter(EngineDriver):
         Raises:
             TypeError: no engine; a budget that is no int; no such option of a transport.
             ValueError: no such route or staging, or ``disk`` without a folder; transports without
-                ``import``; no version that is kept.
+                ``import``.
             WeightBridgeUnavailableError: what the engine or the route needs is missing here.
 
         """
@@ -125,7 +124,7 @@ class SGLangInstallAdapter(EngineDriver):
         super().__init__(
             client, serving=serving, options=options, loader=loader, take_over=take_over
         )
-        self._may_take_over, self._keep = take_over, checked_keep(keep)
+        self._may_take_over, self._keep = take_over, serving.keep
         self._bridges = {one: options[one] for one in ("transports",) if one in options}
 
     def for_adapter(self, name: str) -> AdapterDriver:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_bridge.bridge.executor import RolloutExecutor
-from rl_bridge.engines.adapters import KEPT, AdapterDriver, checked_keep
+from rl_bridge.engines.adapters import AdapterDriver
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
-from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
+from rl_bridge.engines.serving import KEPT, LabelMaker, ServingOptions, default_label
 from rl_bridge.engines.staging import Staging, checked_budget, checked_staging
 from rl_bridge.engines.vllm.client import LLMClient, VLLMClient, connect
 from rl_bridge.errors import IncompatibleUpdate
@@ -49,12 +49,15 @@ class VLLMServing(ServingOptions):
             may carry the other label, and use keys and values of the old weights.
         cache: what becomes of cached keys and values.
         label: makes the version label that vLLM puts on outputs; None leaves it alone.
+        keep: most versions of each LoRA adapter that stay while nothing is installed, the active
+            one among them, as far as the engine has places; what requests have stays anyhow.
 
     """
 
     pause: PauseMode | None = "keep"
     cache: CachePolicy = "recompute"
     label: LabelMaker | None = default_label
+    keep: int = KEPT
 
     def __post_init__(self) -> None:
         """Check the words."""
@@ -78,7 +81,6 @@ class VLLMEngineAdapter(EngineDriver):
         staging: Staging | Literal["reload"] | None = None,
         memory_budget_nbytes: int | None = None,
         transports: TransportOptions | None = None,
-        keep: int = KEPT,
         timeout_s: float = 600.0,
         take_over: bool = False,
     ) -> None:
@@ -100,16 +102,13 @@ class VLLMEngineAdapter(EngineDriver):
                 rank; None takes what there is.
             transports: name of a transport -> options of the ranks' bridges, such as
                 ``{"shared-memory": {"directory": path}}``; they travel to the engine as JSON.
-            keep: most versions of each LoRA adapter that stay while nothing is installed, the
-                active one among them. What the engine has no place for goes as the next one comes;
-                versions that requests have stay anyhow.
             timeout_s: deadline of each call to the engine.
             take_over: True takes the engine from a driver that has it, such as one that died, in
                 the first update; False refuses that update with the name of the driver.
 
         Raises:
             ValueError: a reload without a pause, or with a cast; no such staging; a negative
-                budget; no version that is kept; a text that is no URL.
+                budget; a text that is no URL.
             TypeError: a budget that is no int; no such option of a transport.
             WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop; no
                 such transport.
@@ -126,7 +125,7 @@ class VLLMEngineAdapter(EngineDriver):
             options["transports"] = checked_transports(transports)
         client = connect(engine, timeout_s=timeout_s)
         super().__init__(client, serving=serving, options=options, take_over=take_over)
-        self._may_take_over, self._keep = take_over, checked_keep(keep)
+        self._may_take_over, self._keep = take_over, serving.keep
         self._bridges = {one: options[one] for one in ("transports",) if one in options}
 
     def for_adapter(self, name: str) -> AdapterDriver:
