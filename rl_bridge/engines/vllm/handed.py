@@ -38,7 +38,7 @@ def handed_kind() -> type[Any]:
         return plain_kind(), (one.lora_name, one.lora_int_id, one.lora_path)
 
     names = {"__module__": __name__, "__reduce__": reduced}
-    kind: type[Any] = type("Handed", (plain_kind(),), names, weakref=True)
+    kind: type[Any] = type("HandedRequest", (plain_kind(),), names, weakref=True)
     return kind
 
 
@@ -59,7 +59,9 @@ class Handed:
 
     def numbers(self) -> set[int]:
         """Ids of the adapters of those that live."""
-        return {one.lora_int_id for one in self._living.values()}
+        # (The references at once: others are handed out meanwhile, in other threads.)
+        living = [one() for one in self._living.valuerefs()]
+        return {one.lora_int_id for one in living if one is not None}
 
 
 class AdapterGate:
