@@ -25,6 +25,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle import Event, State
+from rl_bridge.manifest.compare import Watch
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 _LOG = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class EngineState:
         update_id: the active update; None before the first and after its release.
         weights: its imported mapping; empty before the first and after its release.
         last_ack: what the last acknowledged update left behind.
+        watch: what its updates have been so far, if the executor looks at that.
         torn_by: the updates that tore it, each with the reason, the last one last.
 
     """
@@ -85,6 +87,7 @@ class EngineState:
         self.update_id: str | None = None
         self.weights: Mapping[str, torch.Tensor] = {}
         self.last_ack: Acknowledgement | None = None
+        self.watch = Watch()
         self._uncommitted: str | None = None  # why the adapter did not commit the active version
         self._superseded: dict[str, None] = {}  # were active, and are still to be released
         self.torn_by: dict[str, tuple[WeightUpdateManifest, str]] = {}

@@ -45,7 +45,7 @@ from rl_bridge.installers.base import (
 from rl_bridge.installers.wrapped import Version, as_transactional
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.lifecycle import State
-from rl_bridge.manifest.compare import Policy
+from rl_bridge.manifest.compare import Policy, checked_policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 
@@ -65,7 +65,7 @@ class RolloutExecutor:
         weight_transport: str = "shared-memory",
         weight_install_adapter: WeightInstallAdapter | TransactionalAdapter | None = None,
         initial_weights: Mapping[str, torch.Tensor] | torch.nn.Module | None = None,
-        suspicious: Policy | str = Policy.WARN,
+        suspicious: Policy | str = Policy.OFF,
         num_threads: int | None = None,
     ) -> None:
         """Configure; the engine is not touched before the first update.
@@ -79,7 +79,8 @@ class RolloutExecutor:
             initial_weights: the engine's weights before the first update, for adapters without
                 ``undo`` whose engine cannot be seen: the undo of the first update installs them.
                 A copy is kept until that update is acknowledged.
-            suspicious: what to do about a no-op or narrowed update: off, warn or reject.
+            suspicious: what to do about updates that cannot be what was meant, as for a bridge
+                (`TensorBridge`). Off: the publisher looks for them, and says it once.
             num_threads: threads that copy and digest where an adapter without ``undo`` or ``prove``
                 leaves that to the executor; None takes the usable cores.
 
@@ -96,7 +97,7 @@ class RolloutExecutor:
             self._own_bridge = make_weight_bridge(weight_transport, source_worker="rollout")
             weight_bridge = self._own_bridge
         self.bridge: WeightConsumer = _checked_bridge(weight_bridge)
-        self._suspicious = Policy(suspicious)
+        self._suspicious = checked_policy("suspicious", suspicious)
         self.weight_install_adapter = weight_install_adapter
         initial = _sealed_initial(weight_install_adapter, initial_weights)
         adapter: TransactionalAdapter = _NoEngine()

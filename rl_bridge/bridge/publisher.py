@@ -24,7 +24,7 @@ from rl_bridge.journal import Journal, not_above
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import JSONValue, freeze
-from rl_bridge.manifest.compare import Policy, look_for_suspicion
+from rl_bridge.manifest.compare import Policy, Watch
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest, no_tensors
 from rl_bridge.manifest.parallel import require_supported
@@ -121,6 +121,7 @@ class Publisher:
         self._source_worker = source_worker
         self._source_rank = source_rank
         self.suspicious = suspicious
+        self._watch = Watch()
         self._observer = observer
         self._lock = threading.RLock()  # reentrant: an observer may call this publisher
         self._turns = threading.Condition(self._lock)
@@ -198,7 +199,8 @@ class Publisher:
                         table=plan.table,
                     )
                     self.end.seal_header(update_id, manifest.header_digest)
-                    look_for_suspicion(self.suspicious, self.latest, manifest, is_part=is_part)
+                    if not is_part:
+                        self._watch.judge(self.suspicious, manifest)
                     _LOG.info(
                         "publishing version %d: %d tensors, %d bytes, %.1f ms so far, update %s",
                         weight_version,
@@ -228,6 +230,8 @@ class Publisher:
                     raise
                 self._updates[update_id] = _Published(manifest, lifecycle, timings)
                 self.last_version, self.latest = weight_version, manifest
+                if not is_part:
+                    self._watch.note(self.suspicious, manifest)
                 lifecycle.fire(Event.PUBLISH)
                 self._forget_old()
                 return manifest

@@ -28,7 +28,7 @@ from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.lifecycle import STATUS, Observer, State
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import JSONValue
-from rl_bridge.manifest.compare import Policy
+from rl_bridge.manifest.compare import Policy, checked_policy
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import checked_count, checked_threads
@@ -65,7 +65,10 @@ class TensorBridge:
             source_worker: this worker's name, for manifests and reports.
             source_rank: its rank.
             state_dir: directory in which the publisher keeps its last version across restarts.
-            suspicious: what `publish` does about a no-op or narrowed update: off, warn or reject.
+            suspicious: what `publish` does about an update that cannot be what was meant, such as
+                one that changes nothing, a stale copy, another dtype. ``"warn"``: a line in the
+                log, and the second update in a row that changes nothing is refused. ``"reject"``:
+                each of them is refused. ``"off"``: nothing is looked for.
             observer: called with every lifecycle transition.
             wanted: what is imported of a version that several ranks published (`GroupPublisher`),
                 such as ``parallel(tensor=TensorParallel(...))``. None: every tensor, whole.
@@ -80,7 +83,7 @@ class TensorBridge:
         self.source_worker = checked_worker(source_worker)
         self.source_rank = checked_rank(source_rank)
         self._state_dir = checked_state_dir(state_dir)
-        self._suspicious = Policy(suspicious)
+        self._suspicious = checked_policy("suspicious", suspicious)
         self._observer = checked_observer(observer)
         self._wanted = checked_wanted(wanted)
         self._max_slots = checked_count("max_slots", options.get("max_slots", 4))
@@ -192,7 +195,8 @@ class TensorBridge:
             VersionNotMonotonic: the version is not above the last one.
             WeightBridgeUnavailableError: this transport cannot serve these tensors here.
             SlotsExhausted: consumers or unreleased updates hold every slot.
-            SuspiciousUpdate: only with ``suspicious="reject"``.
+            SuspiciousUpdate: the second update in a row that changes nothing; with
+                ``suspicious="reject"`` whatever is suspicious.
 
         """
         return self.publisher.publish(

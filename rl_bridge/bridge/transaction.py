@@ -30,7 +30,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.lifecycle import Event, State
-from rl_bridge.manifest.compare import Policy, look_for_suspicion
+from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.parts import Scope
 from rl_bridge.memory.views import ImportedTensors
@@ -112,7 +112,7 @@ class Transaction:
             engine: where it goes.
             consumer: what it is imported through.
             known_as: its state there.
-            suspicious: what to do about an update that changes nothing, or narrows a dtype.
+            suspicious: what to do about an update that cannot be what was meant.
 
         """
         self.manifest = self.installed = manifest
@@ -165,18 +165,11 @@ class Transaction:
         The bytes are verified here, or in `stage` by the processes of an engine that imports them
         itself.
         """
-        manifest, previous = self.manifest, self.engine.active
+        manifest = self.manifest
         self.tensors = self._consumer.import_update(manifest, scope=self._scope)
         if not self._imports_itself and isinstance(self.tensors, ImportedTensors):
             self.installed = manifest = self.tensors.manifest or manifest
-        # Another stream begins anew: with the same weights, or with another wire dtype. And this
-        # update itself may come again, after its release.
-        if (
-            previous is not None
-            and previous.publisher_id == manifest.publisher_id
-            and previous.update_id != manifest.update_id
-        ):
-            look_for_suspicion(self._suspicious, previous, manifest)
+        self.engine.watch.judge(self._suspicious, manifest)
 
     def bring_all(self) -> None:
         """Do what `bring` does, and verify the bytes here whatever the engine does."""
@@ -223,6 +216,7 @@ class Transaction:
     def activate(self) -> None:
         """Make the acknowledged update the active one, and release what was before."""
         self.engine.activate(self.installed, self.tensors)
+        self.engine.watch.note(self._suspicious, self.installed)
         self.engine.last_ack = ack = self._acknowledgement()
         self.step = Step.OVER
         total = ack.timings_ms.get("total", 0.0)

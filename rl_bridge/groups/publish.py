@@ -50,7 +50,7 @@ from rl_bridge.groups.exchange import GroupExchange
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, thaw
-from rl_bridge.manifest.compare import look_for_suspicion
+from rl_bridge.manifest.compare import Watch
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.group import GroupManifest
@@ -380,7 +380,7 @@ class GroupPublisher:
         self._placements: list[dict[str, Placement]] = []
         self._layout: GroupLayout | None = None
         self._parts: OrderedDict[str, str] = OrderedDict()
-        self._latest: GroupManifest | None = None
+        self._watch = Watch()
 
     @deferred_interrupts()
     def publish(
@@ -411,7 +411,7 @@ class GroupPublisher:
             RanksDisagree: on version, world size, dtypes, shapes, or the content of replicas.
             VersionNotMonotonic: a rank used this version already.
             GroupAborted: a rank failed, died or was late; no rank's part is published.
-            SuspiciousUpdate: only with ``suspicious="reject"``: nothing of the group changed.
+            SuspiciousUpdate: as `TensorBridge.publish`, judged of the whole group.
             Exception: this rank's own failure, unchanged; the others get `GroupAborted`.
 
         """
@@ -646,7 +646,8 @@ class GroupPublisher:
         manifest = self._merge(parts)
         assert run.part is not None
         own = self.bridge.publisher
-        look_for_suspicion(own.suspicious, self._latest, manifest)
+        # Every rank finds the same, and refuses the same; one of them says it.
+        self._watch.judge(own.suspicious, manifest, logs=self._exchange.rank == 0)
         # Set before the vote is sent: from then on the other ranks may commit.
         run.voted = manifest
         own.join_group(run.part.update_id, manifest)
@@ -686,7 +687,7 @@ class GroupPublisher:
             return True
 
     def _remember(self, manifest: GroupManifest) -> None:
-        self._latest = manifest
+        self._watch.note(self.bridge.publisher.suspicious, manifest)
         self._parts[manifest.update_id] = manifest.parts[self._exchange.rank].update_id
         while len(self._parts) > _REMEMBERED:
             self._parts.popitem(last=False)

@@ -22,7 +22,7 @@ from rl_bridge.trainers.gather import (
     whole_piece,
     window_nbytes,
 )
-from rl_bridge.trainers.modules import Adapters, ModuleSlots
+from rl_bridge.trainers.modules import Adapters, ModuleSlots, Slot
 
 
 class DeepSpeedWeightExtractor(WeightExtractor):
@@ -83,11 +83,12 @@ class DeepSpeedWeightExtractor(WeightExtractor):
         self._slots = ModuleSlots(model, self._names)
         ties = self._slots.ties()
         return [
-            self._described(slot.name, slot.tensor(), tied_to)
+            self._described(slot, slot.tensor(), tied_to)
             for slot, tied_to in zip(self._slots.slots, ties, strict=True)
         ]
 
-    def _described(self, name: str, tensor: torch.Tensor, tied_to: int | None) -> RankTensor:
+    def _described(self, slot: Slot, tensor: torch.Tensor, tied_to: int | None) -> RankTensor:
+        name = slot.name
         shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
         owners = tuple(self._ranks)
         is_cut = _is_partitioned(tensor)
@@ -107,7 +108,7 @@ class DeepSpeedWeightExtractor(WeightExtractor):
             pieces=() if local is None else (piece,),
             owners=owners,
             is_whole=not is_cut,
-            is_trainable=tensor.requires_grad,
+            is_trainable=tensor.requires_grad or slot.path in self._names.trained_paths,
             tied_to=tied_to,
         )
 

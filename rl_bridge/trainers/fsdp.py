@@ -9,6 +9,7 @@ other module reads them.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
@@ -74,7 +75,13 @@ class FlatUnit:
 
     """
 
-    def __init__(self, prefix: str, unit: torch.nn.Module, naming: Naming) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        unit: torch.nn.Module,
+        naming: Naming,
+        trained: AbstractSet[str] = frozenset(),
+    ) -> None:
         """Read the unit's description; no bytes.
 
         Raises:
@@ -109,6 +116,7 @@ class FlatUnit:
         self.numbers: dict[str, int] = {}
         self.tensors: list[RankTensor] = []
         self._begins: list[int] = []
+        self._trained = {clean_name(path) for path in trained}
         self._describe(prefix, naming)
         if self._range_numel != self.held().numel():
             msg = (
@@ -199,7 +207,7 @@ class FlatUnit:
             name = self._named(path, naming)
             if name is not None:
                 numbers[path] = self.numbers[clean_name(path)] = len(self.tensors)
-                trains = bool(parameter.requires_grad)
+                trains = bool(parameter.requires_grad) or clean_name(path) in self._trained
                 self._add(name, tuple(shape), begin, is_trainable=trains)
         for key, _, module, first_key, _, first_module in _TIES(flat):
             name = self._named(_joined(prefix, module, key), naming)
@@ -247,12 +255,21 @@ class FlatUnit:
         return naming(path)
 
 
-def flat_units(model: torch.nn.Module, naming: Naming) -> list[FlatUnit]:
-    """The units of FSDP1 in `model`; none if it is not wrapped that way."""
+def flat_units(
+    model: torch.nn.Module, naming: Naming, trained: AbstractSet[str] = frozenset()
+) -> list[FlatUnit]:
+    """The units of FSDP1 in `model`; none if it is not wrapped that way.
+
+    Args:
+        model: the model.
+        naming: of its tensors.
+        trained: paths of frozen weights into which trained adapters are merged.
+
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return [
-        FlatUnit(prefix, module, naming)
+        FlatUnit(prefix, module, naming, trained)
         for prefix, module in model.named_modules()
         if isinstance(module, FullyShardedDataParallel) and _HANDLE(module) is not None
     ]
@@ -325,7 +342,7 @@ class FSDPWeightExtractor(WeightExtractor):
         naming = self._names = self._naming_of(self._model)
         self._splits = {}
         self._reshard()
-        self._units = flat_units(self._model, naming)
+        self._units = flat_units(self._model, naming, naming.trained_paths)
         of_factors = flat_units(self._model, factor_name) if naming.is_merging else []
         self._factor_places = {
             path: (unit, number) for unit in of_factors for path, number in unit.numbers.items()
@@ -377,7 +394,7 @@ class FSDPWeightExtractor(WeightExtractor):
             pieces=() if piece is None else (piece,),
             owners=owners,
             is_whole=is_whole,
-            is_trainable=tensor.requires_grad,
+            is_trainable=tensor.requires_grad or slot.path in self._names.trained_paths,
             tied_to=tied_to,
         )
 

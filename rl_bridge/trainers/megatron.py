@@ -818,7 +818,7 @@ class MegatronWeightExtractor(WeightExtractor):
             pieces=pieces,
             owners=shard.owners,
             is_whole=not shard.is_cut,
-            is_trainable=tensor.requires_grad,
+            is_trainable=tensor.requires_grad or slot.path in self._weights[-1].trained_paths,
             tied_to=tied_to,
         )
 

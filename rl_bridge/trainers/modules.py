@@ -8,6 +8,7 @@ engines know the names of the model itself. `naming_of` leads from the one to th
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +61,18 @@ class ModelNames:
     def is_merging(self) -> bool:
         """Whether merged weights are published, of a model that has adapted layers."""
         return bool(self._layers)
+
+    @cached_property
+    def trained_paths(self) -> frozenset[str]:
+        """Paths of the weights that are published with adapters in them which are trained.
+
+        Nothing else tells that these change: the layer's own weight is frozen.
+        """
+        return frozenset(
+            f"{name}.{_PEFT_LAYER}.weight"
+            for name, layer in self._layers.items()
+            if any(parameter.requires_grad for parameter in layer.parameters())
+        )
 
     def unmerged(self) -> "list[Unmerged]":
         """The layers whose weight is the frozen one, although merged weights are published.

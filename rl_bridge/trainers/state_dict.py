@@ -249,7 +249,7 @@ class StateDictExtractor(WeightExtractor):
                 pieces=(whole_piece(name, tensor.shape, self._rank),),
                 owners=self._owners,
                 is_whole=True,
-                is_trainable=path in trainable,
+                is_trainable=path in trainable or path in self._naming.trained_paths,
                 tied_to=None if ties[index] == index else ties[index],
             )
             for index, (name, path, tensor) in enumerate(kept)

@@ -44,7 +44,7 @@ class Rig:
     """A trainer and an engine that is flipped."""
 
     def __init__(self) -> None:
-        self.trainer: TensorBridge = make_weight_bridge(HostVMM.name)
+        self.trainer: TensorBridge = make_weight_bridge(HostVMM.name, suspicious="off")
         self.rollout: TensorBridge = make_weight_bridge(HostVMM.name)
         self.engine = torch.nn.Linear(300, 200)
         self.executor = RolloutExecutor(

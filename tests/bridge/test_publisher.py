@@ -58,6 +58,8 @@ def test_modules_mappings_pairs_and_chunks_can_be_published(bridge: TensorBridge
         iter([Chunk()]),
     ]
     for version, source in enumerate(sources):
+        for tensor in (*model.parameters(), *Chunk.tensors):
+            tensor.data += 1
         manifest = bridge.publish(source, weight_version=version)
         assert set(manifest.tensors) == {"weight", "bias"}
         bridge.release(manifest.update_id)

@@ -112,7 +112,7 @@ def test_late_manifests_do_not_push_out_what_is_known_of_the_active_update(trans
     with make_weight_bridge(transport) as trainer, make_weight_bridge(transport) as rollout:
         late = []
         for version in range(1, 8):
-            late.append(trainer.publish({"w": torch.ones(4)}, weight_version=version))
+            late.append(trainer.publish({"w": torch.full((4,), version)}, weight_version=version))
             trainer.release(late[-1].update_id)
         active = trainer.publish({"w": torch.zeros(4)}, weight_version=9)
         rollout.import_update(active)

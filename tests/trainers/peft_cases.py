@@ -39,6 +39,15 @@ def base() -> Any:
     return filled(LlamaForCausalLM(config).to(torch.float32))
 
 
+LAYER = "model.layers.0"
+TRAINED = {
+    f"{LAYER}.self_attn.q_proj.weight",
+    f"{LAYER}.mlp.down_proj.weight",
+    "lm_head.weight",
+}
+"""What changes of the merged weights when the adapters do, and the copy of the head."""
+
+
 def adapted(*, is_exact: bool = True, dtype: str = "float32") -> Any:
     """With adapters whose products are exact, so that two ways to merge agree to the bit; or not.
 

@@ -19,6 +19,7 @@ from rl_bridge import (
 from rl_bridge.errors import (
     IncompatibleUpdate,
     MalformedManifest,
+    SuspiciousUpdate,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.hooks import StepPublisher
@@ -64,6 +65,8 @@ def test_ranks_merge_to_the_bit_what_peft_merges_and_train_on_with_the_same_weig
     whole = peft_cases.expected("merged", is_exact=False, dtype=dtype)
     assert assembled(reports) == whole
     assert [report["full"] for report in reports] == [whole, whole]
+    trained = {name for report in reports for name in report["trainable"]}
+    assert trained == peft_cases.TRAINED, "merged weights are watched, although they are frozen"
 
 
 @pytest.mark.parametrize("trainer", ["fsdp1", "zero3"])
@@ -233,6 +236,29 @@ def test_merged_weights_are_what_peft_would_merge_and_the_model_stays_as_it_is()
         assert found.keys() == expected.keys()
         assert all(found[name].equal(one) for name, one in expected.items())
     assert all(one.equal(before[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{"adapter": "default"}, {"merged": True}], ids=str)
+def test_a_sound_run_is_silent_and_one_without_steps_is_not(options: dict[str, Any]) -> None:
+    model = peft_cases.adapted(is_exact=False, dtype="bfloat16")
+    trained = [one for one in model.parameters() if one.requires_grad]
+    masters = [one.detach().float() for one in trained]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    with make_weight_bridge("shared-memory", suspicious="reject") as bridge:
+
+        def publish(version: int) -> WeightUpdateManifest:
+            made = bridge.publish(model, weight_version=version, **options)
+            bridge.release(made.update_id)
+            return made
+
+        for version in range(30):
+            for master, one in zip(masters, trained, strict=True):
+                master.grad = torch.randn(master.shape)
+                one.data.copy_(master)
+            assert "1" in (publish(version).table.trainable or "")
+            optimizer.step()
+        with pytest.raises(SuspiciousUpdate, match="changes nothing that is trained"):
+            publish(30)
 
 
 def test_only_the_active_adapter_is_merged_into_the_layers_that_have_it() -> None:
