@@ -25,7 +25,9 @@ UpdateRef = str | WeightUpdateManifest
 _MAX_RANK = 2**63 - 1
 
 # Every bridge takes these, whatever its transport.
-_OWN_OPTIONS = (*("observer", "source_rank", "source_worker", "state_dir", "suspicious", "wanted"),)
+_OWN_OPTIONS = (
+    *("nonfinite", "observer", "source_rank", "source_worker", "state_dir", "suspicious", "wanted"),
+)
 
 
 def as_update(given: object, *, caller: str) -> UpdateRef:

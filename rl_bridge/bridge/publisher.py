@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 import torch
 
 from rl_bridge.bridge.arguments import in_a_child
-from rl_bridge.errors import BridgeClosed, MalformedManifest, UnknownUpdate
+from rl_bridge.errors import BridgeClosed, MalformedManifest, SuspiciousUpdate, UnknownUpdate
 from rl_bridge.interrupts import raise_held_interrupt
 from rl_bridge.journal import Journal, not_above
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import JSONValue, freeze
-from rl_bridge.manifest.compare import Policy, Watch
+from rl_bridge.manifest.compare import Policy, Watch, some
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest, no_tensors
 from rl_bridge.manifest.parallel import require_supported
@@ -88,6 +88,7 @@ class Publisher:
         last_version: the version that was used up last, also by a publication that was withdrawn.
         latest: the manifest that was published last.
         suspicious: what to do about a suspicious update.
+        nonfinite: what to do about NaN and Inf.
 
     """
 
@@ -99,6 +100,7 @@ class Publisher:
         source_rank: int,
         state_dir: str | os.PathLike[str] | None = None,
         suspicious: Policy = Policy.WARN,
+        nonfinite: Policy = Policy.REJECT,
         observer: Observer | None = None,
     ) -> None:
         """Open the transport's publisher end.
@@ -120,7 +122,8 @@ class Publisher:
             raise
         self._source_worker = source_worker
         self._source_rank = source_rank
-        self.suspicious = suspicious
+        self.suspicious, self.nonfinite = suspicious, nonfinite
+        self._told_non_finite: tuple[str, ...] = ()
         self._watch = Watch()
         self._observer = observer
         self._lock = threading.RLock()  # reentrant: an observer may call this publisher
@@ -185,6 +188,7 @@ class Publisher:
                 carried = self.end.carry(plan, given.tensors, update_id)
                 sealed = time.perf_counter()
                 try:
+                    self._look_at_numbers(plan.non_finite, weight_version)
                     manifest = WeightUpdateManifest(
                         update_id=update_id,
                         publisher_id=self.publisher_id,
@@ -307,9 +311,32 @@ class Publisher:
     ) -> PackPlan:
         if self._plan is None or not self._plan.fits(tensors, trainable):
             self._plan = PackPlan(
-                tensors, trainable, place=self.end.place, columns=self.end.columns
+                tensors,
+                trainable,
+                place=self.end.place,
+                columns=self.end.columns,
+                looks=self.nonfinite is not Policy.OFF,
             )
         return self._plan
+
+    def _look_at_numbers(self, found: tuple[str, ...], weight_version: int) -> None:
+        """Refuse NaN and Inf, or write a line where the version before had them in other tensors.
+
+        Raises:
+            SuspiciousUpdate: there is some, and the policy is to reject.
+
+        """
+        if found and (found != self._told_non_finite or self.nonfinite is Policy.REJECT):
+            msg = (
+                f"version {weight_version}: {len(found)} tensors hold NaN or Inf, expected finite "
+                f"numbers: {some(found)}. Look at the loss and the gradients of the last steps, "
+                "and go back to a checkpoint. To publish it all the same, such as a mask of -inf, "
+                "make the bridge with nonfinite='off'."
+            )
+            if self.nonfinite is Policy.REJECT:
+                raise SuspiciousUpdate(msg)
+            _LOG.warning("suspicious update: %s", msg)
+        self._told_non_finite = found
 
     def _adapter_metadata(
         self, spec: AdapterSpec, metadata: Mapping[str, JSONValue], table: TensorTable

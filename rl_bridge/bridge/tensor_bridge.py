@@ -55,6 +55,7 @@ class TensorBridge:
         source_rank: int = 0,
         state_dir: str | os.PathLike[str] | None = None,
         suspicious: Policy | str = Policy.WARN,
+        nonfinite: Policy | str = Policy.REJECT,
         observer: Observer | None = None,
         wanted: Wanted | WantedLayout | None = None,
         **options: object,
@@ -69,6 +70,8 @@ class TensorBridge:
                 one that changes nothing, a stale copy, another dtype. ``"warn"``: a line in the
                 log, and the second update in a row that changes nothing is refused. ``"reject"``:
                 each of them is refused. ``"off"``: nothing is looked for.
+            nonfinite: what `publish` does about NaN and Inf in the weights, likewise: reject, warn
+                or off. They are found in the pass that copies the bytes.
             observer: called with every lifecycle transition.
             wanted: what is imported of a version that several ranks published (`GroupPublisher`),
                 such as ``parallel(tensor=TensorParallel(...))``. None: every tensor, whole.
@@ -84,6 +87,7 @@ class TensorBridge:
         self.source_rank = checked_rank(source_rank)
         self._state_dir = checked_state_dir(state_dir)
         self._suspicious = checked_policy("suspicious", suspicious)
+        self._nonfinite = checked_policy("nonfinite", nonfinite)
         self._observer = checked_observer(observer)
         self._wanted = checked_wanted(wanted)
         self._max_slots = checked_count("max_slots", options.get("max_slots", 4))
@@ -117,6 +121,7 @@ class TensorBridge:
                     source_rank=self.source_rank,
                     state_dir=self._state_dir,
                     suspicious=self._suspicious,
+                    nonfinite=self._nonfinite,
                     observer=self._observer,
                 )
             return self._publisher
@@ -195,7 +200,7 @@ class TensorBridge:
             VersionNotMonotonic: the version is not above the last one.
             WeightBridgeUnavailableError: this transport cannot serve these tensors here.
             SlotsExhausted: consumers or unreleased updates hold every slot.
-            SuspiciousUpdate: the second update in a row that changes nothing; with
+            SuspiciousUpdate: NaN or Inf, or the second update in a row that changes nothing; with
                 ``suspicious="reject"`` whatever is suspicious.
 
         """

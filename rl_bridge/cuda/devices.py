@@ -3,7 +3,7 @@
 import ctypes
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -88,9 +88,9 @@ class CUDAPlace(Place):
         """Name the GPU by its number in this process."""
         self.device = torch.device("cuda", ordinal)
 
-    def plan(self, nbytes: npt.NDArray[np.uint64]) -> Pass:
+    def plan(self, nbytes: npt.NDArray[np.uint64], dtypes: Sequence[str] | None = None) -> Pass:
         """The pass on this GPU, on torch's current stream."""
-        return AddressPass(nbytes, self.device)
+        return AddressPass(nbytes, self.device, dtypes=dtypes)
 
     def tensor(self, owner: Any, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """Look at memory; the tensor's storage keeps `owner` alive."""

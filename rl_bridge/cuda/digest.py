@@ -433,9 +433,16 @@ class AddressPass:
     that stream is captured into a CUDA graph every call is refused, before anything is put on it.
     """
 
-    def __init__(self, nbytes: npt.NDArray[np.uint64], device: torch.device) -> None:
-        """Plan for tensors of `nbytes` (uint64, shape [tensors])."""
+    def __init__(
+        self,
+        nbytes: npt.NDArray[np.uint64],
+        device: torch.device,
+        *,
+        dtypes: Sequence[str] | None = None,
+    ) -> None:
+        """Plan for tensors of `nbytes` (uint64, shape [tensors]), and of these dtypes."""
         self._device = device
+        self.non_finite = np.zeros(0 if dtypes is None else len(dtypes), bool)
         self._nbytes = np.ascontiguousarray(nbytes, np.uint64)
         self.total_nbytes = int(self._nbytes.sum())
         room = -(-self._nbytes.astype(np.int64) // ALIGNMENT) * ALIGNMENT

@@ -62,7 +62,10 @@ class OneRank(TrainerRanks):
         # The transport itself, wrapped so that a byte can be damaged behind a manifest's back.
         self._transport = FaultInjecting.over(transport, {"num_threads": 1})
         self._bridge = BridgeOver(
-            self._transport, source_worker="trainer", suspicious=Suspicion.WARN
+            self._transport,
+            source_worker="trainer",
+            suspicious=Suspicion.WARN,
+            nonfinite=Suspicion.REJECT,
         )
 
     def publish(self, version: int) -> Published:

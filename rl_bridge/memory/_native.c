@@ -23,6 +23,10 @@
 typedef struct { uint64_t low64, high64; } hash128;
 typedef hash128 (*hash_fn)(const void *, size_t);
 
+/* How the bits of a dtype's NaN and Inf look: five words that hold the same for each number in them.
+ * With y = bits ^ flip, a number is not finite if (((y & mask) + one) & (y | any)) has its sign bit. */
+typedef struct { uint64_t mask, one, sign, flip, any; } pattern;
+
 typedef struct {
     hash_fn hash;               /* NULL: copy only */
     uint64_t num_tensors;
@@ -36,6 +40,9 @@ typedef struct {
     const uint64_t *columns;    /* per tensor: strips of a row (0: none), rows, bytes of a row, rows of
                                  * a band, first byte in the column list; NULL: no column list */
     uint8_t *blocks;            /* the column list: digests of the column blocks */
+    const uint8_t *kinds;       /* per tensor: which of `patterns` it has (0: none); NULL: nobody asks */
+    const pattern *patterns;    /* of kind 1, 2, ... */
+    uint8_t *found;             /* per tensor: set where some number is not finite */
 } job;
 
 static void put_be64(uint8_t *out, uint64_t value) {
@@ -47,11 +54,82 @@ static void put_digest(uint8_t *out, hash128 value) {
     put_be64(out + 8, value.low64);
 }
 
+static uint64_t look(const void *at, size_t n, const pattern *p) {
+    uint64_t word = 0;
+    memcpy(&word, at, n);
+    word ^= p->flip;
+    return ((word & p->mask) + p->one) & (word | p->any);
+}
+
+#if defined(__SSE2__)
+typedef struct { __m128i mask, one, flip, any, found; } search;
+
+static inline void look_at(search *s, __m128i bits, int is_plain) {
+    if (!is_plain) bits = _mm_xor_si128(bits, s->flip);
+    __m128i sum = _mm_add_epi64(_mm_and_si128(bits, s->mask), s->one);
+    if (!is_plain) sum = _mm_and_si128(sum, _mm_or_si128(bits, s->any));
+    s->found = _mm_or_si128(s->found, sum);
+}
+
+/* Look at `n` bytes, a multiple of 64, and copy them past the cache on the way if there is a `dst`:
+ * the copy waits for memory, so that the look costs no time. `is_plain`: the pattern has no flip. */
+static inline uint64_t search_in(uint8_t *dst, const uint8_t *src, size_t n, const pattern *p, int is_plain) {
+    search s = {_mm_set1_epi64x((long long)p->mask), _mm_set1_epi64x((long long)p->one),
+                _mm_set1_epi64x((long long)p->flip), _mm_set1_epi64x((long long)p->any),
+                _mm_setzero_si128()};
+    search other = s; /* two, so that not every step waits for the one before it */
+    for (size_t i = 0; i < n; i += 64) {
+        __m128i a = _mm_loadu_si128((const __m128i *)(src + i));
+        __m128i b = _mm_loadu_si128((const __m128i *)(src + i + 16));
+        __m128i c = _mm_loadu_si128((const __m128i *)(src + i + 32));
+        __m128i d = _mm_loadu_si128((const __m128i *)(src + i + 48));
+        if (dst) {
+            _mm_stream_si128((__m128i *)(dst + i), a);
+            _mm_stream_si128((__m128i *)(dst + i + 16), b);
+            _mm_stream_si128((__m128i *)(dst + i + 32), c);
+            _mm_stream_si128((__m128i *)(dst + i + 48), d);
+        }
+        look_at(&s, a, is_plain);
+        look_at(&other, b, is_plain);
+        look_at(&s, c, is_plain);
+        look_at(&other, d, is_plain);
+    }
+    uint64_t words[2];
+    _mm_storeu_si128((__m128i *)words, _mm_or_si128(s.found, other.found));
+    return words[0] | words[1];
+}
+#endif
+
+/* Whether some number in these bytes is not finite; with a `dst`, copy them past the cache on the way.
+ * What is missing in the last word counts as zeros, which are finite in every dtype. */
+static int has_non_finite(uint8_t *dst, const uint8_t *src, size_t n, const pattern *p) {
+    uint64_t found = 0;
+    size_t i = 0;
+#if defined(__SSE2__)
+    i = n & ~(size_t)63;
+    if (~p->any) found = search_in(dst, src, i, p, 0);
+    else if (dst) found = search_in(dst, src, i, p, 1);
+    else found = search_in(NULL, src, i, p, 1);
+#endif
+    if (dst) memcpy(dst + i, src + i, n - i);
+    for (; i < n; i += 8) found |= look(src + i, n - i < 8 ? n - i : 8, p);
+    return (found & p->sign) != 0;
+}
+
 /* memcpy reads the destination's lines before it overwrites them; for data that does not fit the
  * cache that is a third of the traffic. libc avoids it only for single copies far above a leaf. */
+static int is_streamed(const uint8_t *dst, size_t n, int stream) {
+#if defined(__SSE2__)
+    return stream && n >= 4096 && ((uintptr_t)dst & 15u) == 0;
+#else
+    (void)dst, (void)n, (void)stream;
+    return 0;
+#endif
+}
+
 static void copy_leaf(uint8_t *dst, const uint8_t *src, size_t n, int stream) {
 #if defined(__SSE2__)
-    if (stream && n >= 4096 && ((uintptr_t)dst & 15u) == 0) {
+    if (is_streamed(dst, n, stream)) {
         size_t whole = n & ~(size_t)63;
         for (size_t i = 0; i < whole; i += 64) {
             __m128i a = _mm_loadu_si128((const __m128i *)(src + i));
@@ -70,6 +148,13 @@ static void copy_leaf(uint8_t *dst, const uint8_t *src, size_t n, int stream) {
     (void)stream;
 #endif
     memcpy(dst, src, n);
+}
+
+/* Copy a leaf, and say whether some number in it is not finite. */
+static int copy_looking(uint8_t *dst, const uint8_t *src, size_t n, int stream, const pattern *p) {
+    if (is_streamed(dst, n, stream)) return has_non_finite(dst, src, n, p);
+    memcpy(dst, src, n);
+    return has_non_finite(NULL, src, n, p);
 }
 
 static void digest_leaf(const job *j, const uint8_t *src, size_t n, uint8_t *scratch, uint8_t *out) {
@@ -131,8 +216,16 @@ static void run_leaves(const job *j, uint64_t first, uint64_t last, uint8_t *scr
         const uint8_t *src = (const uint8_t *)(uintptr_t)j->src[tensor] + begin;
         /* Copy first: it brings the leaf into this core's cache, and while the digest reads it
          * there the streamed stores drain. The other way round costs 15 % more. */
-        if (j->dst && j->dst[tensor] != j->src[tensor])
-            copy_leaf((uint8_t *)(uintptr_t)j->dst[tensor] + begin, src, n, j->stream);
+        const pattern *p = j->kinds && j->kinds[tensor] ? j->patterns + j->kinds[tensor] - 1 : NULL;
+        uint8_t *dst = j->dst && j->dst[tensor] != j->src[tensor]
+                           ? (uint8_t *)(uintptr_t)j->dst[tensor] + begin : NULL;
+        if (p) {
+            /* Whoever finds something writes the same, so that the threads need not agree. */
+            if (dst ? copy_looking(dst, src, n, j->stream, p) : has_non_finite(NULL, src, n, p))
+                __atomic_store_n(j->found + tensor, 1, __ATOMIC_RELAXED);
+        } else if (dst) {
+            copy_leaf(dst, src, n, j->stream);
+        }
         if (j->hash) digest_leaf(j, src, n, scratch, j->table + DIGEST * leaf + 8 * tensor);
         if (!j->hash || !j->columns || !j->columns[5 * tensor]) continue;
         /* The bands of these leaves, while they are in the cache; a band that goes on behind the
@@ -144,16 +237,18 @@ static void run_leaves(const job *j, uint64_t first, uint64_t last, uint8_t *scr
 
 static PyObject *py_run(PyObject *self, PyObject *args) {
     unsigned long long hash, num, src, dst, nbytes, start, table, cursor, block, columns = 0, blocks = 0;
+    unsigned long long kinds = 0, patterns = 0, found = 0;
     int stream;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKKKKKKKKi|KK", &hash, &num, &src, &dst, &nbytes, &start, &table,
-                          &cursor, &block, &stream, &columns, &blocks))
+    if (!PyArg_ParseTuple(args, "KKKKKKKKKi|KKKKK", &hash, &num, &src, &dst, &nbytes, &start, &table,
+                          &cursor, &block, &stream, &columns, &blocks, &kinds, &patterns, &found))
         return NULL;
     job j = {(hash_fn)(uintptr_t)hash, num, (const uint64_t *)(uintptr_t)src,
              (const uint64_t *)(uintptr_t)dst, (const uint64_t *)(uintptr_t)nbytes,
              (const uint64_t *)(uintptr_t)start, (uint8_t *)(uintptr_t)table,
              (uint64_t *)(uintptr_t)cursor, block, stream, (const uint64_t *)(uintptr_t)columns,
-             (uint8_t *)(uintptr_t)blocks};
+             (uint8_t *)(uintptr_t)blocks, (const uint8_t *)(uintptr_t)kinds,
+             (const pattern *)(uintptr_t)patterns, (uint8_t *)(uintptr_t)found};
     uint8_t *scratch = malloc(columns ? BAND : LEAF);
     if (!scratch) return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
@@ -504,4 +599,9 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods,
                                     NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__native(void) {
+    PyObject *made = PyModule_Create(&module);
+    /* What `run` looks for, if it is asked to: a module of an earlier build has no such name. */
+    if (made && PyModule_AddStringConstant(made, "looks_for", "non-finite")) Py_CLEAR(made);
+    return made;
+}

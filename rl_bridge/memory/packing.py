@@ -9,7 +9,7 @@ both; they are written when the tensors are in, so they describe the sealed byte
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -141,6 +141,7 @@ class PackPlan:
         *,
         place: Place = CPU_PLACE,
         columns: bool = False,
+        looks: bool = True,
     ) -> None:
         """Lay out `tensors`.
 
@@ -149,6 +150,7 @@ class PackPlan:
             trainable: names that a training step is expected to change; None if not declared.
             place: where all of them, and the arena, lie.
             columns: make a column list, too, if any tensor can be cut and `place` is the CPU's.
+            looks: look for NaN and Inf in what is packed.
 
         Raises:
             WeightBridgeUnavailableError: a tensor that cannot travel this way; nothing was touched.
@@ -157,6 +159,7 @@ class PackPlan:
 
         """
         self._place = place
+        self._looks = looks
         self.leaf_list = self.column_list = np.empty(0, np.uint8)
         with collector_paused():
             self._lay_out(tensors, trainable, columns=columns)
@@ -185,9 +188,12 @@ class PackPlan:
         self.table = WeightUpdateManifest.known_layouts.add(table)
         column = self.table.nbytes_column
         cuts = self.table.column_blocks if self.table.columns else None
-        self._leaf_plan = LeafPlan(column, cuts) if self.table.leaves else None
+        dtypes = self.table.dtypes if self._looks else None
+        self._leaf_plan = LeafPlan(column, cuts, dtypes=dtypes) if self.table.leaves else None
         self._leaves_offset = self.table.leaves_offset
-        self.byte_plan = self._place.plan(column) if self._leaf_plan is None else self._leaf_plan
+        self.byte_plan = (
+            self._place.plan(column, dtypes) if self._leaf_plan is None else self._leaf_plan
+        )
         self._names = tuple(tensors)
         position = {name: index for index, name in enumerate(self._names)}
         order = [position[name] for name in self.table.names]
@@ -269,6 +275,12 @@ class PackPlan:
         self._note_lists(self._sources)
         return digests
 
+    @property
+    def non_finite(self) -> tuple[str, ...]:
+        """Names of the stored tensors in which the last pass found NaN or Inf."""
+        rows = np.flatnonzero(self.byte_plan.non_finite).tolist()
+        return tuple(self.table.names[row] for row in rows)
+
     def _note_lists(self, sources: Addresses) -> None:
         if self._leaf_plan is not None:
             self.leaf_list = self._leaf_plan.take_block()
@@ -306,10 +318,11 @@ class LeafPlan(BytePlan):
         nbytes: npt.NDArray[np.uint64],
         cuts: ColumnBlocks | None = None,
         *,
+        dtypes: Sequence[str] | None = None,
         native: bool = True,
     ) -> None:
         """Cut tensors of `nbytes` into leaves, and those of a layout into column blocks as well."""
-        super().__init__(nbytes, native=native)
+        super().__init__(nbytes, dtypes=dtypes, native=native)
         self._cuts = cuts
         self._cut_columns = np.empty((0, 5), np.uint64)
         if cuts is not None and cuts.nbytes and makes_blocks(self._native):

@@ -11,7 +11,7 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import ModuleType
@@ -28,6 +28,7 @@ from rl_bridge.manifest.digest import (
     leaf_digests,
     tensor_digest,
 )
+from rl_bridge.manifest.dtypes import NON_FINITE
 
 _LOG = logging.getLogger(__name__)
 
@@ -111,13 +112,26 @@ def _load_native() -> tuple[ModuleType | None, int, str | None]:
 
 
 class BytePlan:
-    """Which bytes: the sizes of some tensors, cut into leaves. Made once per layout."""
+    """Which bytes: the sizes of some tensors, cut into leaves. Made once per layout.
 
-    def __init__(self, nbytes: npt.NDArray[np.uint64], *, native: bool = True) -> None:
+    Attributes:
+        non_finite: by tensor: the last pass that digested found NaN or Inf in it. Empty if the plan
+            was made without dtypes.
+
+    """
+
+    def __init__(
+        self,
+        nbytes: npt.NDArray[np.uint64],
+        *,
+        dtypes: Sequence[str] | None = None,
+        native: bool = True,
+    ) -> None:
         """Cut tensors of `nbytes` (uint64, shape [tensors]) into leaves.
 
         Args:
             nbytes: sizes.
+            dtypes: wire names, to look for NaN and Inf as well; None does not.
             native: False keeps to the Python pass (tests, and comparison).
 
         """
@@ -129,10 +143,14 @@ class BytePlan:
         self.total_nbytes = int(self._nbytes.sum())
         self._native = NATIVE if native else None
         self._fixed = _address_of(self._nbytes), _address_of(self._start)
+        self._dtypes = dtypes
+        self._numbers = None if dtypes is None else _Numbers.of(dtypes)
+        self.non_finite = np.zeros(0 if dtypes is None else len(dtypes), bool)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make a copy anew: its columns lie elsewhere."""
-        return partial(type(self), native=self._native is not None), (self._nbytes,)
+        made = partial(type(self), native=self._native is not None, dtypes=self._dtypes)
+        return made, (self._nbytes,)
 
     def __len__(self) -> int:
         """Count the tensors."""
@@ -174,10 +192,19 @@ class BytePlan:
             _BLOCK,
             int(self.total_nbytes >= _STREAM_NBYTES),
         )
-        run = partial(self._native.run, *arguments, *self._more_arguments())
+        more = self._more_arguments()
+        numbers = self._numbers if digest else None
+        if numbers is not None and looks_for_non_finite(self._native):
+            found = np.zeros(len(self), np.uint8)
+            more = (*(more or (0, 0)), *numbers.addresses, _address_of(found))
+        run = partial(self._native.run, *arguments, *more)
         _run_shared(run, self.total_nbytes, int(self._start[-1]), num_threads)
         if not digest:
             return b""
+        if numbers is not None and looks_for_non_finite(self._native):
+            self.non_finite = found.astype(bool)
+        elif numbers is not None:
+            self.non_finite = numbers.find(src, self._nbytes)
         table = room[_CURSOR_NBYTES:]
         digests = self._combine(table)
         self._note(table)
@@ -223,6 +250,8 @@ class BytePlan:
                 noted += [*leaves, nbytes.to_bytes(8, "little")]
         if digest:
             self._note(np.frombuffer(b"".join(noted), np.uint8))
+            if self._numbers is not None:
+                self.non_finite = self._numbers.find(src, self._nbytes)
         return b"".join(digests)
 
     def _checked(self, addresses: Addresses) -> Addresses:
@@ -231,6 +260,44 @@ class BytePlan:
             msg = f"{addresses.shape[0]} addresses for a plan of {len(self)} tensors"
             raise ValueError(msg)
         return addresses
+
+
+class _Numbers:
+    """Which numbers some tensors hold, as far as a pass has to know that to find NaN and Inf."""
+
+    def __init__(self, kinds: npt.NDArray[np.uint8], patterns: npt.NDArray[np.uint64]) -> None:
+        self._kinds, self._patterns = kinds, patterns
+        self.addresses = _address_of(kinds), _address_of(patterns)
+
+    @classmethod
+    def of(cls, dtypes: Sequence[str]) -> "_Numbers":
+        """Those of tensors with these wire names."""
+        kinds = {name: kind for kind, name in enumerate(NON_FINITE, start=1)}
+        return cls(
+            np.array([kinds.get(name, 0) for name in dtypes], np.uint8),
+            np.array(list(NON_FINITE.values()), np.uint64),
+        )
+
+    def find(self, src: Addresses, nbytes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Look through the tensors at some addresses, by numpy: a pass of its own."""
+        rows = zip(src.tolist(), nbytes.tolist(), self._kinds.tolist(), strict=True)
+        return np.array([bool(kind) and self._is_in(*at, kind) for *at, kind in rows], bool)
+
+    def _is_in(self, address: int, nbytes: int, kind: int) -> bool:
+        mask, one, sign, flip, rest = self._patterns[kind - 1]
+        for begin in range(0, nbytes, LEAF_NBYTES):
+            size = min(LEAF_NBYTES, nbytes - begin)
+            words = np.zeros(-(-size // 8), np.uint64)
+            ctypes.memmove(words.ctypes.data, address + begin, size)
+            words ^= flip
+            if ((((words & mask) + one) & (words | rest)) & sign).any():
+                return True
+        return False
+
+
+def looks_for_non_finite(native: ModuleType | None) -> bool:
+    """Whether a compiled module looks for NaN and Inf; one of an earlier release does not."""
+    return hasattr(native, "looks_for")
 
 
 def makes_blocks(native: ModuleType | None) -> bool:

@@ -21,6 +21,7 @@ class Pass(Protocol):
     """A pass over the bytes of many tensors: see `passes.BytePlan`, which is the CPU's."""
 
     total_nbytes: int
+    non_finite: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
         """Count the tensors."""
@@ -43,8 +44,8 @@ class Place(ABC):
     device: torch.device
 
     @abstractmethod
-    def plan(self, nbytes: npt.NDArray[np.uint64]) -> Pass:
-        """The pass over tensors of these sizes."""
+    def plan(self, nbytes: npt.NDArray[np.uint64], dtypes: Sequence[str] | None = None) -> Pass:
+        """The pass over tensors of these sizes; with their dtypes it looks for NaN and Inf."""
 
     @abstractmethod
     def tensor(self, owner: Any, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -73,9 +74,9 @@ class CPUPlace(Place):
 
     device = torch.device("cpu")
 
-    def plan(self, nbytes: npt.NDArray[np.uint64]) -> BytePlan:
+    def plan(self, nbytes: npt.NDArray[np.uint64], dtypes: Sequence[str] | None = None) -> BytePlan:
         """The compiled pass, on several threads."""
-        return BytePlan(nbytes)
+        return BytePlan(nbytes, dtypes=dtypes)
 
     def tensor(self, owner: Any, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """Look at memory; the tensor's storage keeps `owner` alive."""

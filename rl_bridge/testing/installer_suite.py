@@ -71,7 +71,9 @@ class Rig:
         self.engine = engine
         self._published = published
         self.adapter = adapter
-        self.trainer: TensorBridge = make_weight_bridge(transport, suspicious="off")
+        self.trainer: TensorBridge = make_weight_bridge(
+            transport, suspicious="off", nonfinite="off"
+        )
         self.consumer: TensorBridge = make_weight_bridge(transport, suspicious="off")
         self.sabotage = Sabotage(adapter, engine, rebinds=rebinds)
         self.executor = RolloutExecutor(

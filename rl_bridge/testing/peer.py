@@ -26,7 +26,8 @@ from rl_bridge.transports.base import Transport
 class BridgeOver(TensorBridge):
     """`TensorBridge` over a transport object: one that no registry knows, or a wrapped one.
 
-    The no-op detector is off unless asked for.
+    The no-op detector and the look for NaN are off unless asked for: suites publish the same bytes
+    again and again, and bytes of every pattern.
     """
 
     transport: ClassVar[str] = "given"
@@ -39,6 +40,7 @@ class BridgeOver(TensorBridge):
         source_rank: int = 0,
         state_dir: str | None = None,
         suspicious: Policy | str = Policy.OFF,
+        nonfinite: Policy | str = Policy.OFF,
         observer: Observer | None = None,
     ) -> None:
         """Configure; nothing is opened yet."""
@@ -48,6 +50,7 @@ class BridgeOver(TensorBridge):
             source_rank=source_rank,
             state_dir=state_dir,
             suspicious=suspicious,
+            nonfinite=nonfinite,
             observer=observer,
         )
 

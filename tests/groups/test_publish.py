@@ -601,6 +601,18 @@ def test_a_tensor_that_stops_changing_everywhere_is_suspicious() -> None:
         assert group.publish(half, 7, trainable={"first"}).weight_version == 7
 
 
+def test_nan_on_one_rank_stops_the_version_on_all() -> None:
+    with ExitStack() as stack:
+        group = wary(stack)
+        weights = {"first": torch.ones(4, 2), "second": torch.ones(4, 2)}
+        sound = cut(weights, 2, {"first": 0, "second": 0})
+        weights["second"][3, 1] = torch.nan
+        bad = cut(weights, 2, {"first": 0, "second": 0})
+        for one in group.try_publish(bad, 1):
+            assert "version 1: 1 tensors hold NaN or Inf" in str(one)
+        assert group.publish(sound, 2).weight_version == 2
+
+
 def test_the_policy_may_be_to_warn(caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
         group = wary(stack, "warn")

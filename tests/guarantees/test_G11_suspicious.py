@@ -2,7 +2,8 @@
 
 One that changes nothing, a stale copy of all or of much of the weights, another dtype: by
 `publish`, once, with the policy `off`, `warn` (the default, by the log) or `reject`. The second in
-a row that changes nothing is refused by default.
+a row that changes nothing is refused by default, and so are NaN and Inf, which have a policy of
+their own.
 
 It ends at what is known: what a run has never shown is not missed. Versions of one publisher are
 compared, and nobody else's.
@@ -11,6 +12,7 @@ compared, and nobody else's.
 import copy
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +97,37 @@ def test_another_dtype_is_flagged(
         trainer.publish(weights(2, after), weight_version=2)
 
 
+BAD = [torch.nan, torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "local-clone", "files"])
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_nan_and_inf_are_refused_by_default_by_name(
+    transport: str, bad: float, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"url": tmp_path / "run"} if transport == "files" else {}
+    with make_weight_bridge(transport, **options) as trainer:
+        trainer.publish(weights(1), weight_version=1)
+        strided = torch.ones(4, 4).t()
+        strided[2, 3] = bad
+        with pytest.raises(SuspiciousUpdate, match=r"version 2: 1 tensors hold NaN .* strided"):
+            trainer.publish(weights(2) | {"strided": strided}, weight_version=2)
+        with pytest.raises(SuspiciousUpdate, match=r"version 2: 1 tensors hold NaN .* head"):
+            trainer.publish(weights(bad), weight_version=2)
+        assert trainer.publish(weights(3), weight_version=2).weight_version == 2
+
+
+@pytest.mark.parametrize(("policy", "lines"), [("warn", 1), ("off", 0)])
+def test_nan_is_let_through_if_that_is_asked_for(
+    policy: str, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_weight_bridge("shared-memory", nonfinite=policy) as trainer:
+        for version in (1, 2, 3):
+            mask = torch.full((4,), -torch.inf)
+            trainer.publish(weights(version) | {"mask": mask}, weight_version=version)
+    assert [one.split(": ")[1] for one in caplog.messages] == ["version 1"] * lines
+
+
 # ---- what is no finding -------------------------------------------------------------------------
 
 
@@ -172,6 +205,10 @@ def test_by_default_a_finding_is_logged_and_with_off_it_is_not(
 
 
 def test_a_policy_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    for make in (make_weight_bridge, RolloutExecutor):
-        with pytest.raises(ValueError, match="'off', 'warn', 'reject'"):
-            make(suspicious="loud")
+    for make, option in (
+        (make_weight_bridge, "suspicious"),
+        (make_weight_bridge, "nonfinite"),
+        (RolloutExecutor, "suspicious"),
+    ):
+        with pytest.raises(ValueError, match=f"{option}='loud' .* 'off', 'warn', 'reject'"):
+            make(**{option: "loud"})

@@ -9,5 +9,7 @@ from rl_bridge import SharedMemoryTensorBridge
 
 @pytest.fixture
 def trainer() -> Iterator[SharedMemoryTensorBridge]:
-    with SharedMemoryTensorBridge(source_worker="trainer", suspicious="off") as bridge:
+    with SharedMemoryTensorBridge(
+        source_worker="trainer", suspicious="off", nonfinite="off"
+    ) as bridge:
         yield bridge

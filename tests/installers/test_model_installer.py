@@ -71,7 +71,7 @@ class Driver:
     def __init__(self, model: Model, **options: Any) -> None:
         self.model = model
         self.installer = ModelInstaller(model, EngineCompat(), num_threads=2, **options)
-        self.bridge = make_weight_bridge("local", source_worker="trainer")
+        self.bridge = make_weight_bridge("local", source_worker="trainer", nonfinite="off")
         self.count = 0
 
     def publish(self, seed: int) -> tuple[WeightUpdateManifest, dict[str, torch.Tensor]]:

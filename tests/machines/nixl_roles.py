@@ -63,7 +63,12 @@ def both(
 ) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
     """A publisher, with the options of `trainer` besides, and a consumer in the same process."""
     near = make_weight_bridge(
-        "nixl", source_worker="trainer", suspicious="off", **options, **(trainer or {})
+        "nixl",
+        source_worker="trainer",
+        suspicious="off",
+        nonfinite="off",
+        **options,
+        **(trainer or {}),
     )
     with near, make_weight_bridge("nixl", source_worker="rollout", **options) as far:
         yield cast("NIXLTensorBridge", near), cast("NIXLTensorBridge", far)
@@ -191,7 +196,9 @@ class Trainer:
         self, ucx: dict[str, str] | None = None, namespace: str = "", **options: Any
     ) -> None:
         settle_in(namespace, ucx)
-        made = make_weight_bridge("nixl", source_worker="trainer", suspicious="off", **options)
+        made = make_weight_bridge(
+            "nixl", source_worker="trainer", suspicious="off", nonfinite="off", **options
+        )
         self.bridge = cast("NIXLTensorBridge", made)
         self.published: list[str] = []
 

@@ -104,7 +104,8 @@ def test_idle_updates_that_are_not_in_a_row_are_not_refused() -> None:
 
 # ---- something falls silent ----------------------------------------------------------------------
 
-FOUR: Layout = dict.fromkeys("abcd", ("float32", (1024,))) | {"norm": ("float32", (8,))}
+MATRIX: tuple[str, tuple[int, ...]] = ("float32", (1024,))
+FOUR: Layout = {**dict.fromkeys("abcd", MATRIX), "norm": ("float32", (8,))}
 
 
 def steps(*rows: str) -> list[str]:

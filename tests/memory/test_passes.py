@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_bridge.manifest.digest import LEAF_NBYTES, PAD_NBYTES, digest_bytes
+from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.memory import passes
 from rl_bridge.memory.passes import BytePlan, default_threads, native_cause
 from tests.helpers import forked, forking
@@ -176,6 +178,91 @@ def test_a_forked_child_makes_helper_threads_of_its_own() -> None:
     assert plan.digest(source.addresses, num_threads=2) == expected
     assert forked(lambda: plan.digest(source.addresses, num_threads=2) == expected)
     assert plan.digest(source.addresses, num_threads=2) == expected
+
+
+# ---- NaN and Inf ---------------------------------------------------------------------------------
+
+
+def patterns(name: str) -> torch.Tensor:
+    """Every bit pattern of a dtype's first two bytes, and a number that is just finite or not."""
+    dtype: torch.dtype = getattr(torch, name)
+    nbytes = DTYPE_NBYTES[name] // (2 if dtype.is_complex else 1)
+    if nbytes == 1:
+        return torch.arange(256, dtype=torch.int64).to(torch.uint8).view(dtype)
+    raw = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int64)
+    words = torch.cat([raw << (8 * nbytes - 16), (raw << (8 * nbytes - 16)) + 1])
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[nbytes]
+    return words.to(kind).view(dtype.to_real() if dtype.is_complex else dtype)
+
+
+def is_finite(numbers: torch.Tensor) -> torch.Tensor:
+    wide = numbers if numbers.element_size() == 8 else numbers.to(torch.float32)
+    return wide.isfinite()
+
+
+# (torch has no numbers of the one that is two in a byte.)
+NUMBERS = sorted(DTYPE_NBYTES.keys() - {"float4_e2m1fn_x2"})
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("native", [pytest.param(True, marks=compiled), False])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_pass_finds_what_torch_says_is_not_finite(name: str, *, native: bool) -> None:
+    numbers = patterns(name)
+    finite = is_finite(numbers)
+    for some in (numbers[finite], numbers[~finite]):
+        many = [some, *some[:: 1 + len(some) // 300].split(1)] if len(some) else []
+        plan = BytePlan(
+            np.array([one.nbytes for one in many], np.uint64),
+            dtypes=[name] * len(many),
+            native=native,
+        )
+        plan.digest(np.array([one.data_ptr() for one in many], np.uint64))
+        assert plan.non_finite.tolist() == [not is_finite(one).all() for one in many]
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=compiled), False])
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "float8_e4m3fnuz"])
+@pytest.mark.parametrize("at", [0, 1, 77, 65_535, 65_536, -70, -1])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_number_anywhere_is_found_and_only_in_its_tensor(
+    name: str, at: int, threads: int, *, native: bool
+) -> None:
+    # The tensors are long enough for copies past the cache, and end in the middle of a word.
+    tensors = [torch.ones(4_300_001).to(getattr(torch, name)) for _ in range(2)]
+    tensors[1].view(torch.uint8)[at * tensors[1].itemsize :][: tensors[1].itemsize] = (
+        torch.tensor([torch.nan]).to(tensors[1].dtype).view(torch.uint8)
+    )
+    copies = [torch.empty_like(one) for one in tensors]
+    sources, targets = (
+        np.array([one.data_ptr() for one in some], np.uint64) for some in (tensors, copies)
+    )
+    sizes = np.array([one.nbytes for one in tensors], np.uint64)
+    plan = BytePlan(sizes, dtypes=[name] * 2, native=native)
+    expected = BytePlan(sizes).digest(sources)
+    for run in (
+        partial(plan.copy_digest, sources, targets),
+        partial(plan.digest, sources),
+        partial(plan.copy_digest, sources, sources),
+    ):
+        assert run(num_threads=threads) == expected
+        assert plan.non_finite.tolist() == [False, True]
+    assert all(
+        torch.equal(one.view(torch.uint8), copy.view(torch.uint8))
+        for one, copy in zip(tensors, copies, strict=True)
+    )
+    tensors[1].fill_(1)
+    plan.copy_digest(sources, targets, num_threads=threads)
+    assert not plan.non_finite.any()
+
+
+@compiled
+def test_a_module_of_an_earlier_build_has_numpy_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "looks_for_non_finite", lambda _native: False)
+    numbers = torch.tensor([1.0, torch.inf])
+    plan = BytePlan(np.array([8], np.uint64), dtypes=["float32"])
+    plan.digest(np.array([numbers.data_ptr()], np.uint64))
+    assert plan.non_finite.tolist() == [True]
 
 
 # ---- interrupts and failures --------------------------------------------------------------------

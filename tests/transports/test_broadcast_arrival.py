@@ -29,7 +29,12 @@ from tests.transports.broadcast_rig import at_transfer, big_weights
 
 def bridge(worker: str, **options: Any) -> BroadcastTensorBridge:
     made = make_weight_bridge(
-        "broadcast", source_worker=worker, suspicious="off", timeout_s=20.0, **options
+        "broadcast",
+        source_worker=worker,
+        suspicious="off",
+        nonfinite="off",
+        timeout_s=20.0,
+        **options,
     )
     assert isinstance(made, BroadcastTensorBridge)
     return made
