@@ -172,15 +172,24 @@ def _canonical(value):
 
 
 @triton.jit
+def _sign_bits(block, mask, one, flip, rest):
+    """Words whose sign bits tell the numbers that are NaN or Inf: see `dtypes.NonFinite`."""
+    bits = block ^ flip
+    return ((bits & mask) + one) & (bits | rest)
+
+
+@triton.jit
 def digest_leaves(
     rows,
     keys,
     out,
     source: "i64",  # noqa: F821 - Triton's name of a type: an address never fits 32 bits
     target: "i64",  # noqa: F821
+    numbers,
     COPY: tl.constexpr,
     WIDTH: tl.constexpr,
     CAST: tl.constexpr,
+    LOOK: tl.constexpr,
 ):
     """Digest one leaf per program, and copy it on the way with `COPY`.
 
@@ -191,9 +200,12 @@ def digest_leaves(
         out: int64, two words for each leaf: the digest's 16 bytes in canonical order.
         source: address.
         target: address, a multiple of 256 behind which each leaf has room up to the next one.
+        numbers: int64 [leaves, 6]: the pattern of the numbers in the leaf (as packed), and the
+            place in `out`, in words, that gets a 1 if one of them is NaN or Inf. Only with `LOOK`.
         COPY: write the leaf to `target`, and zeros behind it up to a multiple of 256 bytes.
         WIDTH: what all leaves' addresses are multiples of: 16, 4, 2 or 1.
         CAST: 0, or one of `leaves.CASTS`: the source is float32.
+        LOOK: look for NaN and Inf.
 
     """
     row = rows + tl.program_id(0).to(tl.int64) * 4
@@ -211,6 +223,11 @@ def digest_leaves(
     scramble1 = _key(keys, _KEY_SCRAMBLE + pair2 + 1)
     lane0 = _key(keys, _KEY_FIRST + pair2)
     lane1 = _key(keys, _KEY_FIRST + pair2 + 1)
+    if LOOK:
+        look = numbers + tl.program_id(0).to(tl.int64) * 6
+        mask, one, sign = _key(look, 0), _key(look, 1), _key(look, 2)
+        flip, rest = _key(look, 3), _key(look, 4)
+        seen = tl.zeros(word.shape, tl.uint64)
 
     # A source that is cast is twice as long as what is packed.
     READ: tl.constexpr = 2 * _BLOCK_NBYTES if CAST else 1 * _BLOCK_NBYTES
@@ -230,6 +247,11 @@ def digest_leaves(
             _store(to, word + _BLOCK, second, None)
             _store(to, word + 2 * _BLOCK, third, None)
             _store(to, word + 3 * _BLOCK, fourth, None)
+        if LOOK:
+            seen |= _sign_bits(first, mask, one, flip, rest)
+            seen |= _sign_bits(second, mask, one, flip, rest)
+            seen |= _sign_bits(third, mask, one, flip, rest)
+            seen |= _sign_bits(fourth, mask, one, flip, rest)
         lane0, lane1 = _absorb(lane0, lane1, first, key0, key1, scramble0, scramble1)
         lane0, lane1 = _absorb(lane0, lane1, second, key0, key1, scramble0, scramble1)
         lane0, lane1 = _absorb(lane0, lane1, third, key0, key1, scramble0, scramble1)
@@ -238,6 +260,8 @@ def digest_leaves(
         only = _block(source + block * READ, word, WIDTH, CAST)
         if COPY:
             _store(target + block * _BLOCK_NBYTES, word, only, None)
+        if LOOK:
+            seen |= _sign_bits(only, mask, one, flip, rest)
         lane0, lane1 = _absorb(lane0, lane1, only, key0, key1, scramble0, scramble1)
 
     # The last block: bytes that are not there count as zeros, its last stripe has a key of its own,
@@ -247,6 +271,10 @@ def digest_leaves(
     if COPY:
         padded = (left + (_ALIGN - 1)) // _ALIGN * (_ALIGN // 8)
         _store(target + whole * _BLOCK_NBYTES, word, last, word < padded)
+    if LOOK:  # (zeros behind the end are finite in every dtype)
+        seen |= _sign_bits(last, mask, one, flip, rest)
+        is_there = tl.max(tl.max(((seen & sign) != 0).to(tl.int32), 0), 0)
+        tl.store(out + tl.load(look + 5), is_there.to(tl.int64), mask=is_there != 0)
     lane = (tl.where(stripe == _STRIPES - 1, _KEY_END, stripe) * _LANES)[:, None] + pair2[None, :]
     sum0, sum1 = _sums(last, _key(keys, lane), _key(keys, lane + 1))
     lane0 += sum0

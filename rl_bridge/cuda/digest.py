@@ -147,6 +147,7 @@ class DevicePass:
         *,
         device: torch.device | str | int,
         engine: EngineName | None = None,
+        dtypes: Sequence[str] | None = None,
     ) -> None:
         """Plan for tensors of `nbytes` at `offsets` of an arena (both uint64, shape [tensors]).
 
@@ -157,6 +158,8 @@ class DevicePass:
             device: where arena and sources lie.
             engine: "triton" for the kernel, "torch" for torch's own operations; None takes the
                 kernel where it works, and says in the log, once per device, where it does not.
+            dtypes: wire names of the tensors as they are packed, to look for NaN and Inf as well:
+                `non_finite` then says what the last call found. None does not look.
 
         Raises:
             WeightBridgeUnavailableError: the kernel was asked for and does not work here, or a
@@ -172,9 +175,10 @@ class DevicePass:
         refuse_capture(self.device)
         self.engine: EngineName = choose_engine(engine, self.device)
         kind: type[Engine] = KernelEngine if self.engine == "triton" else TorchEngine
-        self._engine = kind(self._table, self._offsets, self.device)
+        self._engine = kind(self._table, self._offsets, self.device, dtypes)
+        self.non_finite = np.zeros(0 if dtypes is None else len(dtypes), bool)
         self._lock = threading.Lock()
-        words = self._table.num_words
+        words = self._table.num_words + len(self.non_finite)
         self._out = torch.empty(words, dtype=torch.int64, device=self.device)
         self._host = torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
         self._event: Any = None
@@ -205,6 +209,7 @@ class DevicePass:
         """
         self._check_arena(arena)
         with self._turn(stream, timeout_s):
+            self._clear()
             self._engine.digest(arena, self._out)
             return self._collect()
 
@@ -226,6 +231,7 @@ class DevicePass:
         """
         addresses = self._checked(sources)
         with self._turn(stream, timeout_s):
+            self._clear()
             self._engine.digest_at(addresses, self._out)
             return self._collect()
 
@@ -269,6 +275,7 @@ class DevicePass:
         if (addresses[casts != 0] % 4).any():
             raise ValueError("a source to cast is no multiple of 4: float32 numbers lie at such")
         with self._turn(stream, timeout_s):
+            self._clear()
             self._engine.pack(addresses, arena, casts, self._out)
             return self._collect()
 
@@ -349,15 +356,24 @@ class DevicePass:
         finally:
             self._lock.release()
 
+    def _clear(self) -> None:
+        """Take away what the call before found of NaN and Inf."""
+        if len(self.non_finite):
+            self._out[self._table.num_words :].zero_()
+
     def _collect(self) -> bytes:
         """Bring the leaves' digests here and combine them."""
-        if self._event is None:
-            return self._table.combine(self._out.numpy())
-        self._host.copy_(self._out, non_blocking=True)
-        self._event.record()
-        self._unfinished = True
-        self._wait()
-        return self._table.combine(self._host.numpy())
+        words = self._out
+        if self._event is not None:
+            words = self._host
+            words.copy_(self._out, non_blocking=True)
+            self._event.record()
+            self._unfinished = True
+            self._wait()
+        found, num = words.numpy(), self._table.num_words
+        if len(self.non_finite):
+            self.non_finite = found[num:] != 0
+        return self._table.combine(found[:num])
 
     def _note_left(self) -> None:
         """Note that work which a failed call put on the stream may still be done."""
@@ -442,16 +458,22 @@ class AddressPass:
     ) -> None:
         """Plan for tensors of `nbytes` (uint64, shape [tensors]), and of these dtypes."""
         self._device = device
-        self.non_finite = np.zeros(0 if dtypes is None else len(dtypes), bool)
         self._nbytes = np.ascontiguousarray(nbytes, np.uint64)
         self.total_nbytes = int(self._nbytes.sum())
         room = -(-self._nbytes.astype(np.int64) // ALIGNMENT) * ALIGNMENT
         self._offsets = np.cumsum(room) - room
-        self._pass = DevicePass(self._offsets.astype(np.uint64), self._nbytes, device=device)
+        self._pass = DevicePass(
+            self._offsets.astype(np.uint64), self._nbytes, device=device, dtypes=dtypes
+        )
 
     def __len__(self) -> int:
         """Count the tensors."""
         return len(self._nbytes)
+
+    @property
+    def non_finite(self) -> npt.NDArray[np.bool_]:
+        """By tensor: the last digest found NaN or Inf in it. Empty if there were no dtypes."""
+        return self._pass.non_finite
 
     def digest(self, src: Addresses, *, num_threads: int | None = None) -> bytes:
         """Digest the bytes at `src` (addresses, uint64, shape [tensors]): 16 bytes per tensor.

@@ -20,6 +20,7 @@ from rl_bridge.cuda.leaves import CASTS, LeafTable
 from rl_bridge.cuda.streams import table_on
 from rl_bridge.errors import SegmentError
 from rl_bridge.manifest.digest import PAD_NBYTES
+from rl_bridge.manifest.dtypes import NON_FINITE
 from rl_bridge.manifest.table import ALIGNMENT
 from rl_bridge.memory import vm
 
@@ -213,6 +214,15 @@ def _canonical(value: torch.Tensor) -> torch.Tensor:
     return value.view(torch.uint8).view(-1, 8).flip(1).contiguous().view(torch.int64).view(-1)
 
 
+def _has_non_finite(some: torch.Tensor, pattern: Sequence[int]) -> torch.Tensor:
+    """Whether some number in these bytes is NaN or Inf, by a pattern as `NonFinite`, signed."""
+    mask, one, sign, flip, rest = pattern
+    whole = torch.zeros(-(-len(some) // 8) * 8, dtype=torch.uint8, device=some.device)
+    whole[: len(some)].copy_(some)
+    bits = whole.view(torch.int64) ^ flip
+    return ((((bits & mask) + one) & (bits | rest)) & sign).any()
+
+
 # ---- the engines ---------------------------------------------------------------------------------
 
 Places = npt.NDArray[np.int64]
@@ -221,11 +231,41 @@ _NOWHERE = 0
 _NUM_KEPT = 4
 
 
-class Engine(Protocol):
-    """Work of a pass on the current stream, which writes leaf digests into `out`."""
+def _patterns(table: LeafTable, dtypes: Sequence[str]) -> Places:
+    """By tensor, int64 [tensors, 6]: the pattern of NaN and Inf, and where a finding is noted.
 
-    def __init__(self, table: LeafTable, offsets: Places, device: torch.device) -> None:
-        """Plan for the leaves of `table`, of tensors that lie at `offsets` of an arena."""
+    A dtype that has neither gets zeros, by which nothing is found.
+    """
+    words = [(*NON_FINITE[one],) if one in NON_FINITE else (0,) * 5 for one in dtypes]
+    found = np.zeros((len(dtypes), 6), np.int64)
+    found[:, :5] = np.array(words, np.uint64).reshape(-1, 5).view(np.int64)
+    found[:, 5] = table.num_words + np.arange(len(dtypes))
+    return found
+
+
+class Engine(Protocol):
+    """Work of a pass on the current stream, which writes leaf digests into `out`.
+
+    Of an engine that looks for NaN and Inf, a word for each tensor follows them, which is 0 before,
+    and is set to 1 where the engine finds some.
+    """
+
+    def __init__(
+        self,
+        table: LeafTable,
+        offsets: Places,
+        device: torch.device,
+        dtypes: Sequence[str] | None = None,
+    ) -> None:
+        """Plan for the leaves of `table`, of tensors that lie at `offsets` of an arena.
+
+        Args:
+            table: the leaves.
+            offsets: bytes, int64 [tensors].
+            device: where all lie.
+            dtypes: of the tensors, to look for NaN and Inf as well; None does not.
+
+        """
 
     def digest(self, arena: int, out: torch.Tensor) -> None:
         """Digest the tensors in the arena at an address."""
@@ -297,6 +337,8 @@ class _Launch:
     """Leaves of one kind, which the kernel is compiled for, and its rows."""
 
     rows: torch.Tensor
+    numbers: torch.Tensor | None
+    """What the kernel looks for in each leaf; None for nothing."""
     width: int
     cast: int
     is_in_arena: bool
@@ -323,12 +365,19 @@ class _Kept:
 class KernelEngine:
     """Digests by the Triton kernel: one launch for all tensors whose addresses are aligned."""
 
-    def __init__(self, table: LeafTable, offsets: Places, device: torch.device) -> None:
-        """Plan for the leaves of `table`, of tensors that lie at `offsets` of an arena."""
+    def __init__(
+        self,
+        table: LeafTable,
+        offsets: Places,
+        device: torch.device,
+        dtypes: Sequence[str] | None = None,
+    ) -> None:
+        """Plan for the leaves of `table`. See `Engine`."""
         from rl_bridge.cuda._kernel import digest_leaves
 
         self._kernel: Any = digest_leaves
         self._table, self._offsets, self._device = table, offsets, device
+        self._patterns = None if dtypes is None else _patterns(table, dtypes)
         self._keys = table_on(device, leaves.key_words())
         everything = np.zeros(len(offsets), np.int64)
         self._arena = [self._launch(offsets, everything == 0, leaves.WIDEST, 0, in_arena=True)]
@@ -385,7 +434,11 @@ class KernelEngine:
         in_arena: bool,
     ) -> _Launch:
         rows = self._table.rows(sources, self._offsets, chosen, scale=2 if cast else 1)
-        return _Launch(table_on(self._device, rows), width, cast, in_arena)
+        numbers = None
+        if self._patterns is not None:
+            of = self._table.tensor[chosen[self._table.tensor]]
+            numbers = table_on(self._device, np.ascontiguousarray(self._patterns[of]))
+        return _Launch(table_on(self._device, rows), numbers, width, cast, in_arena)
 
     def _run(self, launches: list[_Launch], arena: int, out: torch.Tensor, *, copy: bool) -> None:
         for launch in launches:
@@ -396,9 +449,11 @@ class KernelEngine:
                     out,
                     arena if launch.is_in_arena else _NOWHERE,
                     arena,
+                    launch.numbers,
                     COPY=copy,
                     WIDTH=launch.width,
                     CAST=launch.cast,
+                    LOOK=launch.numbers is not None,
                     num_warps=1,
                 )
 
@@ -411,19 +466,26 @@ _CAST_DTYPES = {cast: getattr(torch, name) for name, cast in CASTS.items()}
 class TorchEngine:
     """Digests by torch's own operations: many of them, and a copy of what is digested."""
 
-    def __init__(self, table: LeafTable, offsets: Places, device: torch.device) -> None:
-        """Plan for the leaves of `table`, of tensors that lie at `offsets` of an arena."""
+    def __init__(
+        self,
+        table: LeafTable,
+        offsets: Places,
+        device: torch.device,
+        dtypes: Sequence[str] | None = None,
+    ) -> None:
+        """Plan for the leaves of `table`. See `Engine`."""
         self._table, self._offsets, self._device = table, offsets, device
+        self._patterns = None if dtypes is None else _patterns(table, dtypes).tolist()
         self._digest = TorchDigest(table, device)
 
     def digest(self, arena: int, out: torch.Tensor) -> None:
         """Digest the tensors in the arena at an address."""
-        self._digest.run(self._in_arena(arena), out)
+        self._run(self._in_arena(arena), out)
 
     def digest_at(self, sources: Places, out: torch.Tensor) -> None:
         """Digest the tensors at addresses of their own."""
         pairs = zip(sources.tolist(), self._table.nbytes.tolist(), strict=True)
-        self._digest.run([bytes_at(*pair, self._device) for pair in pairs], out)
+        self._run([bytes_at(*pair, self._device) for pair in pairs], out)
 
     def pack(
         self, sources: Places, arena: int, casts: npt.NDArray[np.uint8], out: torch.Tensor
@@ -440,7 +502,13 @@ class TorchEngine:
                 target.view(_CAST_DTYPES[cast]).copy_(numbers)
             elif nbytes[row] and source != target.data_ptr():
                 target.copy_(bytes_at(source, nbytes[row], self._device))
-        self._digest.run(targets, out)
+        self._run(targets, out)
+
+    def _run(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        self._digest.run(tensors, out)
+        for tensor, (*pattern, place) in zip(tensors, self._patterns or (), strict=False):
+            for begin in range(0, len(tensor) if pattern[0] else 0, CHUNK_NBYTES):
+                out[place] |= _has_non_finite(tensor[begin : begin + CHUNK_NBYTES], pattern)
 
     def _in_arena(self, arena: int, *, padded: bool = False) -> Sequence[torch.Tensor]:
         sizes = self._table.nbytes

@@ -21,7 +21,10 @@ class Pass(Protocol):
     """A pass over the bytes of many tensors: see `passes.BytePlan`, which is the CPU's."""
 
     total_nbytes: int
-    non_finite: npt.NDArray[np.bool_]
+
+    @property
+    def non_finite(self) -> npt.NDArray[np.bool_]:
+        """By tensor: the last digest found NaN or Inf in it. Empty if there were no dtypes."""
 
     def __len__(self) -> int:
         """Count the tensors."""

@@ -7,8 +7,9 @@ from typing import Any
 
 __all__ = ["Compiler"]
 
-_ARGUMENTS = {"rows": "*i64", "keys": "*i64", "out": "*i64", "source": "i64", "target": "i64"}
-_CHOICES = ("COPY", "WIDTH", "CAST")
+_ARGUMENTS = {"rows": "*i64", "keys": "*i64", "out": "*i64", "source": "i64"}
+_ARGUMENTS |= {"target": "i64", "numbers": "*i64"}
+_CHOICES = ("COPY", "WIDTH", "CAST", "LOOK")
 _TIMEOUT_S = 60.0
 
 
@@ -30,7 +31,9 @@ class Compiler:
             return f"no assembler of Triton's: {type(error).__name__}: {error}"
         return None
 
-    def compiled(self, copy: bool, width: int, cast: int, capability: int) -> dict[str, Any]:
+    def compiled(
+        self, copy: bool, width: int, cast: int, capability: int, look: bool
+    ) -> dict[str, Any]:
         """Registers, spills, instructions and types of one variant."""
         import triton
         from triton.backends.compiler import GPUTarget
@@ -41,8 +44,10 @@ class Compiler:
         source = triton.compiler.ASTSource(
             fn=digest_leaves,
             signature=_ARGUMENTS | dict.fromkeys(_CHOICES, "constexpr"),
-            constexprs={(len(names) + i,): value for i, value in enumerate((copy, width, cast))},
-            attrs={(i,): [["tt.divisibility", 16]] for i in range(3)},
+            constexprs={
+                (len(names) + i,): value for i, value in enumerate((copy, width, cast, look))
+            },
+            attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 5)},
         )
         target = GPUTarget("cuda", capability, 32)
         made = triton.compile(source, target=target, options={"num_warps": 1})

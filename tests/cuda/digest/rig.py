@@ -10,8 +10,9 @@ import torch
 
 from rl_bridge.cuda.digest import DevicePass, EngineName
 from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes
-from rl_bridge.manifest.dtypes import DTYPE_NBYTES
+from rl_bridge.manifest.dtypes import DTYPE_NBYTES, NON_FINITE
 from rl_bridge.memory import vm
+from rl_bridge.testing.strategies import bytes_of
 from tests.test_docs_format import PATTERNS, VECTORS
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "flipped",
     "guarded",
     "half_in_an_arena",
+    "not_finite",
     "of_sizes",
     "of_the_page",
     "packed_tensors",
@@ -140,6 +142,37 @@ def flipped(engine: EngineName, bits: Sequence[int]) -> int:
     plan = DevicePass(offsets, sizes, device="cpu", engine=engine)
     found = plan.digest_at(offsets + np.uint64(copies.ctypes.data))
     return len({found[at : at + 16] for at in range(0, len(found), 16)})
+
+
+def not_finite(engine: EngineName, dtypes: Sequence[str]) -> list[str]:
+    """What is wrong with what a plan finds of NaN, in tensors that have some or have none."""
+    wrong = []
+    numels = [1, 700, 131_072 // 2 + 5]
+    for dtype in dtypes:
+        kind: torch.dtype = getattr(torch, dtype)
+        tensors = [torch.ones(numel).to(kind) for numel in numels for _ in range(2)]
+        bad = [dtype in NON_FINITE and row % 2 == 1 for row in range(len(tensors))]
+        for tensor in tensors[1::2] if dtype in NON_FINITE else ():
+            tensor[-1] = torch.tensor(torch.nan).to(kind)
+        laid = Laid([one.nbytes for one in tensors])
+        plan = DevicePass(
+            laid.offsets, laid.sizes, device="cpu", engine=engine, dtypes=[dtype] * len(tensors)
+        )
+        sources = np.array([one.data_ptr() for one in tensors], np.uint64)
+        expected = b"".join(digest_bytes(bytes_of(one)) for one in tensors)
+        for way, call in (
+            ("digest_at", lambda plan=plan, at=sources: plan.digest_at(at)),
+            ("pack", lambda plan=plan, at=sources, to=laid.arena: plan.pack(at, to)),
+            ("digest", lambda plan=plan, at=laid.arena: plan.digest(at)),
+        ):
+            if call() != expected or plan.non_finite.tolist() != bad:
+                wrong.append(f"{way} of {dtype}: {plan.non_finite.tolist()}")
+        for tensor in tensors:
+            tensor.view(torch.uint8).zero_()
+        plan.digest_at(sources)
+        if plan.non_finite.any():
+            wrong.append(f"{dtype}: found once more")
+    return wrong
 
 
 def half_in_an_arena(engine: EngineName) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rl_bridge.manifest.digest import LEAF_NBYTES
+from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.testing.processes import DEADLINE_S, Child
 from tests.cuda.digest import rig
 from tests.cuda.digest.interpreted import Interpreted
@@ -63,6 +64,15 @@ def test_tensors_around_the_end_of_a_leaf_are_digested_and_packed(
     ask: Ask, shift: int, sizes: list[int]
 ) -> None:
     assert ask("of_sizes", sizes, [shift]) == []
+
+
+NUMBERS = ["bfloat16", "float8_e4m3fnuz", "int32"]
+MORE = sorted(DTYPE_NBYTES.keys() - {*NUMBERS, "float4_e2m1fn_x2", "complex32"})
+
+
+@pytest.mark.parametrize("dtypes", [NUMBERS, pytest.param(MORE, marks=pytest.mark.full)], ids=len)
+def test_nan_is_found_in_its_tensor_and_forgotten(ask: Ask, dtypes: list[str]) -> None:
+    assert ask("not_finite", dtypes) == []
 
 
 def test_later_updates_are_digested_too_also_when_they_lie_elsewhere(ask: Ask) -> None:

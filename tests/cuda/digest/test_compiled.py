@@ -11,9 +11,12 @@ from rl_bridge.testing.processes import Child
 from tests.cuda.digest import rig
 from tests.cuda.digest.compiler import Compiler
 
-Compiled = Callable[[tuple[bool, int, int]], dict[str, Any]]
+Variant = tuple[bool, int, int] | tuple[bool, int, int, bool]
+Compiled = Callable[[Variant], dict[str, Any]]
 
 DIGEST, PACK = (False, WIDEST, 0), (True, WIDEST, 0)
+LOOK = (True, WIDEST, 0, True)
+"""As `PACK`, and looks for NaN."""
 OTHERS = [(copy, width, 0) for copy in (False, True) for width in WIDTHS[1:]]
 CASTS = [(True, CAST_WIDTH, cast) for cast in (CAST_BF16, CAST_FP16)]
 
@@ -27,10 +30,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
             pytest.skip(cause)
 
         @cache
-        def compiled(variant: tuple[bool, int, int]) -> dict[str, Any]:
-            copy, width, cast = variant
+        def compiled(variant: Variant) -> dict[str, Any]:
+            copy, width, cast, look = (*variant, False)[:4]
             found: dict[str, Any] = child.call(
-                "compiled", copy=copy, width=width, cast=cast, capability=90
+                "compiled", copy=copy, width=width, cast=cast, look=look, capability=90
             )
             return found
 
@@ -40,15 +43,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
 FULL = [pytest.param(variant, marks=pytest.mark.full) for variant in (*OTHERS, *CASTS)]
 
 
-@pytest.mark.parametrize("variant", [DIGEST, PACK, *FULL], ids=str)
-def test_nothing_is_spilled(compiled: Compiled, variant: tuple[bool, int, int]) -> None:
+@pytest.mark.parametrize("variant", [DIGEST, PACK, LOOK, *FULL], ids=str)
+def test_nothing_is_spilled(compiled: Compiled, variant: Variant) -> None:
     found = compiled(variant)
     assert (found["stack"], found["spilled"]) == (0, 0)
 
 
-@pytest.mark.parametrize("variant", [DIGEST, PACK], ids=["digest", "pack"])
+@pytest.mark.parametrize("variant", [DIGEST, PACK, LOOK], ids=["digest", "pack", "look"])
 def test_aligned_leaves_leave_room_for_32_warps_and_meet_in_registers(
-    compiled: Compiled, variant: tuple[bool, int, int]
+    compiled: Compiled, variant: Variant
 ) -> None:
     found = compiled(variant)
     assert found["registers"] <= 65536 // (32 * 32)
@@ -72,10 +75,8 @@ def test_sources_that_are_not_aligned_are_packed_with_wide_writes_all_the_same(
         assert found["wide_stores"] >= 10 * variant[0], variant
 
 
-@pytest.mark.parametrize("variant", [DIGEST, PACK, *FULL[-3:]], ids=str)
-def test_words_are_unsigned_and_places_have_64_bits(
-    compiled: Compiled, variant: tuple[bool, int, int]
-) -> None:
+@pytest.mark.parametrize("variant", [DIGEST, PACK, LOOK, *FULL[-3:]], ids=str)
+def test_words_are_unsigned_and_places_have_64_bits(compiled: Compiled, variant: Variant) -> None:
     found = compiled(variant)
     assert found["signed_shifts"] == 0
     assert found["narrowed"] == []
