@@ -109,7 +109,11 @@ class Pair:
         self.clock = Clock()
         self.clock.install(sender)
         made = make_weight_bridge(
-            "broadcast", source_worker="trainer", timeout_s=_TIMEOUT_S, suspicious="off"
+            "broadcast",
+            source_worker="trainer",
+            timeout_s=_TIMEOUT_S,
+            suspicious="off",
+            nonfinite="warn",
         )
         assert isinstance(made, BroadcastTensorBridge)
         self.bridge = made

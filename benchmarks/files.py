@@ -49,10 +49,12 @@ class _Bench:
 
         self.folder, self.weights = folder, _weights(layers)
         self.nbytes = sum(one.nbytes for one in self.weights.values())
-        self.trainer = FilesTensorBridge(url=folder / "run", suspicious="off", keep_last=1)
+        self.trainer = FilesTensorBridge(
+            url=folder / "run", suspicious="off", nonfinite="warn", keep_last=1
+        )
         self.reader = FilesTensorBridge(url=folder / "run")
         self.second = FilesTensorBridge(url=folder / "run")
-        self.publisher = SharedMemoryTensorBridge(suspicious="off")
+        self.publisher = SharedMemoryTensorBridge(suspicious="off", nonfinite="warn")
         self.consumer = SharedMemoryTensorBridge()
         self.shared = self.publisher.publish(self.weights, weight_version=1)
         self.count = self.plain_count = 0

@@ -113,7 +113,8 @@ def _updates(nbytes: int, repetitions: int) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {}
     with ExitStack() as stack:
         plain, mine = (
-            stack.enter_context(Bridge(source_worker="trainer", suspicious="off")) for _ in "ab"
+            stack.enter_context(Bridge(source_worker="trainer", suspicious="off", nonfinite="off"))
+            for _ in "ab"
         )
         group = GroupPublisher(mine, FunctionExchange(_alone, rank=0, world_size=1))
         wish = parallel(tensor=TensorParallel(2, 1, {"*": 0}))

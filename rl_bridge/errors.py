@@ -29,7 +29,7 @@ The tree::
     │   ├── UnknownUpdate                 not known here, or an engine does not hold that version
     │   ├── IllegalTransition             the lifecycle table has no such move
     │   ├── StaleUpdate                   late or replayed, or its bytes are gone
-    │   ├── SuspiciousUpdate              cannot be what was meant: changes nothing, a stale copy
+    │   ├── SuspiciousUpdate              cannot be what was meant: changes nothing, stale, or NaN
     │   ├── IncompatibleUpdate            prepare: names, shapes or dtypes do not fit the engine
     │   └── ProofFailed                   the engine does not hold what was installed
     ├── TornEngine                        an install failed and so did its undo, or it was cut off
@@ -232,7 +232,7 @@ class StaleUpdate(WeightUpdateRejectedError):
 
 
 class SuspiciousUpdate(WeightUpdateRejectedError):
-    """The update cannot be what was meant, such as the second in a row that changes nothing."""
+    """The update cannot be what was meant, such as one that changes nothing, or NaN."""
 
 
 class IncompatibleUpdate(WeightUpdateRejectedError):

@@ -112,7 +112,7 @@ class Trainer:
     def open(self, transport: str) -> None:
         if transport == DRY_TRANSPORT:
             know_dry_transport()
-        self._bridge = make_weight_bridge(transport)
+        self._bridge = make_weight_bridge(transport, nonfinite="warn")
 
     def publish(self) -> dict[str, Any]:
         if self._update_id:

@@ -107,6 +107,7 @@ class Owner:
                 timeout_s=TIMEOUT_S,
                 max_slots=_SLOTS,
                 suspicious="off",
+                nonfinite="warn",
             )
         return self.bridges[lane]
 

@@ -24,7 +24,12 @@ class OursPublisher(BasePublisher):
     def __init__(self, context: LaneContext) -> None:
         """Open the bridge."""
         super().__init__(context)
-        self._bridge = make_weight_bridge("shared-memory", source_worker="trainer", source_rank=0)
+        self._bridge = make_weight_bridge(
+            "shared-memory",
+            source_worker="trainer",
+            source_rank=0,
+            nonfinite="warn",  # every pattern of 16 bits is sent
+        )
         self._update_ids: list[str] = []
         self._baseline = CopyBaseline() if context.options.get("time_memcpy") else None
         self._targets: list[torch.Tensor] = []

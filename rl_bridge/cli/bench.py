@@ -112,7 +112,11 @@ def measure(sizes: Sizes, *, on_update: Callable[[str], None] = lambda _: None) 
     spare = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     timings = Timings(sum(tensor.nbytes for tensor in source.values()))
     version = 0
-    with _consumer() as ask, SharedMemoryTensorBridge(source_worker="bench") as bridge:
+    with (
+        _consumer() as ask,
+        # (What `_change` makes of a number may be NaN.)
+        SharedMemoryTensorBridge(source_worker="bench", nonfinite="off") as bridge,
+    ):
         held = None
         for way in WAYS:
             ask("start", way=way)
