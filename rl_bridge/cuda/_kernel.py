@@ -45,6 +45,7 @@ _AVALANCHE = tl.constexpr(leaves.AVALANCHE)
 _ALL_ONES = tl.constexpr(2**64 - 1)
 
 _TO_BF16 = tl.constexpr(leaves.CAST_BF16)
+_PLAIN = tl.constexpr(leaves.LOOK_PLAIN)
 
 
 @triton.jit
@@ -172,10 +173,15 @@ def _canonical(value):
 
 
 @triton.jit
-def _sign_bits(block, mask, one, flip, rest):
+def _sign_bits(block, mask, one, flip, rest, LOOK: tl.constexpr):
     """Words whose sign bits tell the numbers that are NaN or Inf: see `dtypes.NonFinite`."""
-    bits = block ^ flip
-    return ((bits & mask) + one) & (bits | rest)
+    if LOOK == _PLAIN:
+        found = (block & mask) + one
+    else:
+        bits = block ^ flip
+        found = ((bits & mask) + one) & (bits | rest)
+    even, odd = tl.split(tl.reshape(found, (_STRIPES, _PAIRS, 2)))
+    return even | odd  # half as many registers, and both are the thread's own
 
 
 @triton.jit
@@ -205,7 +211,8 @@ def digest_leaves(
         COPY: write the leaf to `target`, and zeros behind it up to a multiple of 256 bytes.
         WIDTH: what all leaves' addresses are multiples of: 16, 4, 2 or 1.
         CAST: 0, or one of `leaves.CASTS`: the source is float32.
-        LOOK: look for NaN and Inf.
+        LOOK: 0, or how to look for NaN and Inf: `leaves.LOOK_PLAIN` where every
+            pattern has `any` in full, else `leaves.LOOK_ANY`.
 
     """
     row = rows + tl.program_id(0).to(tl.int64) * 4
@@ -227,7 +234,7 @@ def digest_leaves(
         look = numbers + tl.program_id(0).to(tl.int64) * 6
         mask, one, sign = _key(look, 0), _key(look, 1), _key(look, 2)
         flip, rest = _key(look, 3), _key(look, 4)
-        seen = tl.zeros(word.shape, tl.uint64)
+        seen = tl.zeros((_STRIPES, _PAIRS), tl.uint64)
 
     # A source that is cast is twice as long as what is packed.
     READ: tl.constexpr = 2 * _BLOCK_NBYTES if CAST else 1 * _BLOCK_NBYTES
@@ -248,10 +255,10 @@ def digest_leaves(
             _store(to, word + 2 * _BLOCK, third, None)
             _store(to, word + 3 * _BLOCK, fourth, None)
         if LOOK:
-            seen |= _sign_bits(first, mask, one, flip, rest)
-            seen |= _sign_bits(second, mask, one, flip, rest)
-            seen |= _sign_bits(third, mask, one, flip, rest)
-            seen |= _sign_bits(fourth, mask, one, flip, rest)
+            seen |= _sign_bits(first, mask, one, flip, rest, LOOK)
+            seen |= _sign_bits(second, mask, one, flip, rest, LOOK)
+            seen |= _sign_bits(third, mask, one, flip, rest, LOOK)
+            seen |= _sign_bits(fourth, mask, one, flip, rest, LOOK)
         lane0, lane1 = _absorb(lane0, lane1, first, key0, key1, scramble0, scramble1)
         lane0, lane1 = _absorb(lane0, lane1, second, key0, key1, scramble0, scramble1)
         lane0, lane1 = _absorb(lane0, lane1, third, key0, key1, scramble0, scramble1)
@@ -261,7 +268,7 @@ def digest_leaves(
         if COPY:
             _store(target + block * _BLOCK_NBYTES, word, only, None)
         if LOOK:
-            seen |= _sign_bits(only, mask, one, flip, rest)
+            seen |= _sign_bits(only, mask, one, flip, rest, LOOK)
         lane0, lane1 = _absorb(lane0, lane1, only, key0, key1, scramble0, scramble1)
 
     # The last block: bytes that are not there count as zeros, its last stripe has a key of its own,
@@ -272,7 +279,7 @@ def digest_leaves(
         padded = (left + (_ALIGN - 1)) // _ALIGN * (_ALIGN // 8)
         _store(target + whole * _BLOCK_NBYTES, word, last, word < padded)
     if LOOK:  # (zeros behind the end are finite in every dtype)
-        seen |= _sign_bits(last, mask, one, flip, rest)
+        seen |= _sign_bits(last, mask, one, flip, rest, LOOK)
         is_there = tl.max(tl.max(((seen & sign) != 0).to(tl.int32), 0), 0)
         tl.store(out + tl.load(look + 5), is_there.to(tl.int64), mask=is_there != 0)
     lane = (tl.where(stripe == _STRIPES - 1, _KEY_END, stripe) * _LANES)[:, None] + pair2[None, :]

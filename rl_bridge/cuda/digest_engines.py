@@ -20,7 +20,7 @@ from rl_bridge.cuda.leaves import CASTS, LeafTable
 from rl_bridge.cuda.streams import table_on
 from rl_bridge.errors import SegmentError
 from rl_bridge.manifest.digest import PAD_NBYTES
-from rl_bridge.manifest.dtypes import NON_FINITE
+from rl_bridge.manifest.dtypes import NON_FINITE, NonFinite
 from rl_bridge.manifest.table import ALIGNMENT
 from rl_bridge.memory import vm
 
@@ -231,6 +231,9 @@ _NOWHERE = 0
 _NUM_KEPT = 4
 
 
+_ANY = NonFinite._fields.index("any")
+
+
 def _patterns(table: LeafTable, dtypes: Sequence[str]) -> Places:
     """By tensor, int64 [tensors, 6]: the pattern of NaN and Inf, and where a finding is noted.
 
@@ -339,6 +342,8 @@ class _Launch:
     rows: torch.Tensor
     numbers: torch.Tensor | None
     """What the kernel looks for in each leaf; None for nothing."""
+    look: int
+    """How, as `leaves` has it; 0 for not at all."""
     width: int
     cast: int
     is_in_arena: bool
@@ -434,11 +439,13 @@ class KernelEngine:
         in_arena: bool,
     ) -> _Launch:
         rows = self._table.rows(sources, self._offsets, chosen, scale=2 if cast else 1)
-        numbers = None
+        numbers, look = None, 0
         if self._patterns is not None:
-            of = self._table.tensor[chosen[self._table.tensor]]
-            numbers = table_on(self._device, np.ascontiguousarray(self._patterns[of]))
-        return _Launch(table_on(self._device, rows), numbers, width, cast, in_arena)
+            mine = self._patterns[self._table.tensor[chosen[self._table.tensor]]]
+            numbers = table_on(self._device, np.ascontiguousarray(mine))
+            is_plain = (mine[:, _ANY] == -1) | (mine[:, 0] == 0)
+            look = leaves.LOOK_PLAIN if is_plain.all() else leaves.LOOK_ANY
+        return _Launch(table_on(self._device, rows), numbers, look, width, cast, in_arena)
 
     def _run(self, launches: list[_Launch], arena: int, out: torch.Tensor, *, copy: bool) -> None:
         for launch in launches:
@@ -453,7 +460,8 @@ class KernelEngine:
                     COPY=copy,
                     WIDTH=launch.width,
                     CAST=launch.cast,
-                    LOOK=launch.numbers is not None,
+                    LOOK=launch.look,
+                    maxnreg=leaves.most_registers(launch.width, launch.cast, launch.look),
                     num_warps=1,
                 )
 

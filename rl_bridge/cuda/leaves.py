@@ -59,11 +59,23 @@ CAST_BF16, CAST_FP16 = 1, 2
 CASTS = {"bfloat16": CAST_BF16, "float16": CAST_FP16}
 """Dtypes into which a float32 source can be rounded while it is packed."""
 
+LOOK_PLAIN, LOOK_ANY = 1, 2
+"""How to look for NaN and Inf: by the exponent alone, or as some dtypes of 8 bits need it."""
+
 WIDTHS = (16, 4, 2, 1)
 """Alignments, in bytes, that the kernel is compiled for."""
 WIDEST = WIDTHS[0]
 CAST_WIDTH = 4
 """Alignment of a source that is cast: it is float32."""
+
+
+def most_registers(width: int, cast: int, look: int) -> int | None:
+    """Registers that a thread of this variant of the kernel may have; None: as the compiler likes.
+
+    Where it looks for NaN and Inf the compiler likes some more than the usual variant needs, and
+    then fewer warps find room. The other variants would spill.
+    """
+    return 64 if (width, cast, look) == (WIDEST, 0, LOOK_PLAIN) else None
 
 
 def key_words() -> npt.NDArray[np.int64]:

@@ -281,7 +281,8 @@ class _Numbers:
     def find(self, src: Addresses, nbytes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """Look through the tensors at some addresses, by numpy: a pass of its own."""
         rows = zip(src.tolist(), nbytes.tolist(), self._kinds.tolist(), strict=True)
-        return np.array([bool(kind) and self._is_in(*at, kind) for *at, kind in rows], bool)
+        found = [kind > 0 and self._is_in(at, size, kind) for at, size, kind in rows]
+        return np.array(found, np.bool_)
 
     def _is_in(self, address: int, nbytes: int, kind: int) -> bool:
         mask, one, sign, flip, rest = self._patterns[kind - 1]

@@ -12,6 +12,7 @@ compared, and nobody else's.
 import copy
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,10 +206,11 @@ def test_by_default_a_finding_is_logged_and_with_off_it_is_not(
 
 
 def test_a_policy_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    for make, option in (
-        (make_weight_bridge, "suspicious"),
-        (make_weight_bridge, "nonfinite"),
+    cases: list[tuple[Any, str]] = [
+        (partial(make_weight_bridge, "shared-memory"), "suspicious"),
+        (partial(make_weight_bridge, "shared-memory"), "nonfinite"),
         (RolloutExecutor, "suspicious"),
-    ):
+    ]
+    for make, option in cases:
         with pytest.raises(ValueError, match=f"{option}='loud' .* 'off', 'warn', 'reject'"):
             make(**{option: "loud"})

@@ -32,13 +32,14 @@ class Compiler:
         return None
 
     def compiled(
-        self, copy: bool, width: int, cast: int, capability: int, look: bool
+        self, copy: bool, width: int, cast: int, capability: int, look: int
     ) -> dict[str, Any]:
         """Registers, spills, instructions and types of one variant."""
         import triton
         from triton.backends.compiler import GPUTarget
 
         from rl_bridge.cuda._kernel import digest_leaves
+        from rl_bridge.cuda.leaves import most_registers
 
         names = list(_ARGUMENTS)
         source = triton.compiler.ASTSource(
@@ -50,7 +51,11 @@ class Compiler:
             attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 5)},
         )
         target = GPUTarget("cuda", capability, 32)
-        made = triton.compile(source, target=target, options={"num_warps": 1})
+        made = triton.compile(
+            source,
+            target=target,
+            options={"num_warps": 1, "maxnreg": most_registers(width, cast, look)},
+        )
         ptx, ttir = made.asm["ptx"], made.asm["ttir"]
         return {
             "wide_loads": len(re.findall(r"ld\.global\S*\.v2\.b64|ld\.global\S*\.v4\.b32", ptx)),

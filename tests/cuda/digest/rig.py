@@ -4,6 +4,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -161,9 +162,9 @@ def not_finite(engine: EngineName, dtypes: Sequence[str]) -> list[str]:
         sources = np.array([one.data_ptr() for one in tensors], np.uint64)
         expected = b"".join(digest_bytes(bytes_of(one)) for one in tensors)
         for way, call in (
-            ("digest_at", lambda plan=plan, at=sources: plan.digest_at(at)),
-            ("pack", lambda plan=plan, at=sources, to=laid.arena: plan.pack(at, to)),
-            ("digest", lambda plan=plan, at=laid.arena: plan.digest(at)),
+            ("digest_at", partial(plan.digest_at, sources)),
+            ("pack", partial(plan.pack, sources, laid.arena)),
+            ("digest", partial(plan.digest, laid.arena)),
         ):
             if call() != expected or plan.non_finite.tolist() != bad:
                 wrong.append(f"{way} of {dtype}: {plan.non_finite.tolist()}")

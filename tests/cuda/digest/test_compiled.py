@@ -6,16 +6,24 @@ from typing import Any
 
 import pytest
 
-from rl_bridge.cuda.leaves import CAST_BF16, CAST_FP16, CAST_WIDTH, WIDEST, WIDTHS
+from rl_bridge.cuda.leaves import (
+    CAST_BF16,
+    CAST_FP16,
+    CAST_WIDTH,
+    LOOK_ANY,
+    LOOK_PLAIN,
+    WIDEST,
+    WIDTHS,
+)
 from rl_bridge.testing.processes import Child
 from tests.cuda.digest import rig
 from tests.cuda.digest.compiler import Compiler
 
-Variant = tuple[bool, int, int] | tuple[bool, int, int, bool]
+Variant = tuple[bool, int, int] | tuple[bool, int, int, int]
 Compiled = Callable[[Variant], dict[str, Any]]
 
 DIGEST, PACK = (False, WIDEST, 0), (True, WIDEST, 0)
-LOOK = (True, WIDEST, 0, True)
+LOOK = (True, WIDEST, 0, LOOK_PLAIN)
 """As `PACK`, and looks for NaN."""
 OTHERS = [(copy, width, 0) for copy in (False, True) for width in WIDTHS[1:]]
 CASTS = [(True, CAST_WIDTH, cast) for cast in (CAST_BF16, CAST_FP16)]
@@ -31,7 +39,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
 
         @cache
         def compiled(variant: Variant) -> dict[str, Any]:
-            copy, width, cast, look = (*variant, False)[:4]
+            copy, width, cast, look = (*variant, 0)[:4]
             found: dict[str, Any] = child.call(
                 "compiled", copy=copy, width=width, cast=cast, look=look, capability=90
             )
@@ -43,7 +51,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
 FULL = [pytest.param(variant, marks=pytest.mark.full) for variant in (*OTHERS, *CASTS)]
 
 
-@pytest.mark.parametrize("variant", [DIGEST, PACK, LOOK, *FULL], ids=str)
+@pytest.mark.parametrize(
+    "variant", [DIGEST, PACK, LOOK, (True, WIDEST, 0, LOOK_ANY), *FULL], ids=str
+)
 def test_nothing_is_spilled(compiled: Compiled, variant: Variant) -> None:
     found = compiled(variant)
     assert (found["stack"], found["spilled"]) == (0, 0)
