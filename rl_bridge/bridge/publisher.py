@@ -329,8 +329,8 @@ class Publisher:
         if found and (found != self._told_non_finite or self.nonfinite is Policy.REJECT):
             msg = (
                 f"version {weight_version}: {len(found)} tensors hold NaN or Inf, expected finite "
-                f"numbers: {some(found)}. Look at the loss and the gradients of the last steps, "
-                "and go back to a checkpoint. To publish it all the same, such as a mask of -inf, "
+                f"numbers: {some(found)}. Restore a checkpoint, and look at the loss and the "
+                "gradients of the last steps. To publish it all the same, such as a mask of -inf, "
                 "make the bridge with nonfinite='off'."
             )
             if self.nonfinite is Policy.REJECT:
