@@ -74,6 +74,8 @@ _SPEC: dict[str, tuple[str, tuple[int, ...]]] = {
 def sample_weights(seed: int, *, num_more: int = 0, rows: int = 64) -> dict[str, torch.Tensor]:
     """A small state dict whose bytes all follow from `seed`, with one tied and one strided tensor.
 
+    Its numbers are finite: `publish` takes them by default.
+
     Args:
         seed: another seed, other bytes.
         num_more: that many further tensors of a few bytes.
@@ -86,6 +88,9 @@ def sample_weights(seed: int, *, num_more: int = 0, rows: int = 64) -> dict[str,
         name: random_tensor(dtype, shape, 1000 * seed + index)
         for index, (name, (dtype, shape)) in enumerate(spec.items())
     }
+    for tensor in found.values():
+        if tensor.is_floating_point():
+            tensor.masked_fill_(~tensor.isfinite(), 0.5)
     found["head"] = found["embed"]
     found["layer.0.transposed"] = found["layer.0.weight"].t()
     return found
