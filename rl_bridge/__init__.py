@@ -78,6 +78,7 @@ FACES = (
     "bridge",
     "compat.prime_rl",
     "compat.skyrl",
+    "compat.trl",
     "engines",
     "errors",
     "groups",

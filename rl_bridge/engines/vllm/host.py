@@ -234,6 +234,21 @@ class NativeUpdates:
         self._rank.commit(pending.update_id)
         session.leave()
 
+    def take_back(self, update_id: str) -> str:
+        """Undo an update that is installed and not finished; all ranks must call it.
+
+        Returns:
+            Why it could not be undone here; empty if this rank is at the version before.
+
+        """
+        pending = self._rank.pending
+        if pending is None or pending.update_id != update_id:
+            return ""
+        reason = "it was installed, and taken back: another engine of this trainer refused it"
+        problem, _ = _tried(lambda: self._rank.undo(reason))
+        self._rank.session.leave()
+        return problem
+
     def close(self) -> None:
         """Take back what is not committed, and close the bridges."""
         self._rank.close()

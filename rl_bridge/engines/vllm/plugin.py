@@ -6,11 +6,15 @@ the place where plugins install worker-side methods.) Of data-parallel replicas,
 asks all and returns what the first one's workers said; for that method, what all workers said. With
 that backend, vLLM's own calls for an update go through `rl_bridge.engines.vllm.transfer_engine`. A
 vLLM that cannot be served starts all the same: the log says why.
+
+A trainer that sends by vLLM's flow loads no plugins: there `RLBridgeTrainerInitInfo`, which that
+flow begins with, registers the backend's trainer side.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from rl_bridge.engines.vllm import require
 from rl_bridge.errors import WeightBridgeUnavailableError
@@ -32,10 +36,59 @@ _CALLS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RLBridgeTrainerInitInfo:
+    """What vLLM's ``WeightTransferTrainerFactory.trainer_init`` takes to send by rl_bridge.
+
+    Attributes:
+        rank: of this process in the trainer; rank 0 publishes, the others take part in gathers.
+        transport: of the bridge; the engines' workers must reach it.
+        bridge_options: of rank 0's bridge, as `rl_bridge.make_weight_bridge` takes them.
+        engine_options: of the workers: ``cast``, ``staging``, ``memory_budget_nbytes``,
+            ``num_threads``, ``transports``, as `rl_bridge.vllm.VLLMEngineAdapter` takes them.
+
+    """
+
+    backend: ClassVar[str] = BACKEND
+    rank: int
+    transport: str = "shared-memory"
+    bridge_options: Mapping[str, Any] = field(default_factory=dict)
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Let this process's factory know the backend.
+
+        Raises:
+            WeightBridgeUnavailableError: no vLLM here, or one without trainer-side engines.
+
+        """
+        if not _register_trainer(require("vllm.distributed.weight_transfer.factory")):
+            msg = (
+                "this vLLM has no WeightTransferTrainerFactory, expected 0.28 or later. Publish "
+                "over a bridge, and pass the manifest to vLLM's update_weights yourself."
+            )
+            raise WeightBridgeUnavailableError(msg)
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank publishes."""
+        return self.rank == 0
+
+
+def _register_trainer(module: Any) -> bool:
+    """Register the trainer's side, where vLLM has one."""
+    factory = getattr(module, "WeightTransferTrainerFactory", None)
+    if factory is not None and BACKEND not in factory._registry:  # noqa: SLF001 - as below
+        home = "rl_bridge.engines.vllm.trainer_engine"
+        factory.register_engine(BACKEND, home, "RLBridgeTrainerTransferEngine")
+    return factory is not None
+
+
 def register() -> None:
     """Register backend and method in this process; again, it does nothing."""
     try:
-        factory = require("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+        transfer = require("vllm.distributed.weight_transfer.factory")
+        factory = transfer.WeightTransferEngineFactory
         workers = require("vllm.v1.worker.worker_base")
     except WeightBridgeUnavailableError as error:
         _LOG.warning("backend %r is not registered: %s", BACKEND, error)
@@ -43,6 +96,7 @@ def register() -> None:
     if BACKEND not in factory._registry:  # noqa: SLF001 - a second registration raises
         home = "rl_bridge.engines.vllm.transfer_engine"
         factory.register_engine(BACKEND, home, "RLBridgeTransferEngine")
+    _register_trainer(transfer)
     if not hasattr(workers.WorkerBase, METHOD):
         setattr(workers.WorkerBase, METHOD, _call)
     for name in _CALLS:

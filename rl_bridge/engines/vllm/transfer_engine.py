@@ -93,7 +93,15 @@ class RLBridgeTransferEngine(
         """Begin. What was left half-way before is undone when the next update comes."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Install and prove, on all ranks or on none."""
+        """Install and prove, on all ranks or on none.
+
+        ``{"abandoned": update_id}`` takes back what was installed and not finished, since another
+        engine refused it, and ends the session.
+        """
+        if isinstance(update_info, dict) and set(update_info) == {"abandoned"}:
+            self._together(lambda: self.updates.take_back(str(update_info["abandoned"])))
+            _end_session(self)
+            return
         self._together(lambda: self.updates.receive(_manifest_in(update_info)))
 
     def receive_weights(self, update_info: RLBridgeUpdateInfo) -> None:

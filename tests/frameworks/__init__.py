@@ -1,0 +1,1 @@
+"""Tests with real frameworks for RL on the CPU, TRL among them: `make test-frameworks`."""
