@@ -9,13 +9,15 @@ import pytest
 
 from rl_bridge import (
     TensorBridge,
+    WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.engines.rpc import Replies
+from rl_bridge.engines.vllm import plugin
 from rl_bridge.engines.vllm.client import LLMClient
 from rl_bridge.engines.vllm.engine_adapter import CachePolicy, PauseMode, VLLMServing
 from rl_bridge.errors import DeadlineExceeded
-from rl_bridge.vllm import VLLMEngineAdapter
+from rl_bridge.vllm import RLBridgeTrainerInitInfo, VLLMEngineAdapter
 from tests.integrations.threaded_engine import Engine, publish, update
 from tests.integrations.vllm_engine import Client
 
@@ -184,3 +186,28 @@ def test_an_engine_that_died_is_told_at_once() -> None:
 
     with pytest.raises(EngineLost, match="its process ended"):
         LLMClient(llm, 60).call("describe", {}, 60)
+
+
+def test_where_vllm_is_missing_or_too_old_a_trainers_init_info_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plugin, "require", lambda _: SimpleNamespace())
+    with pytest.raises(WeightBridgeUnavailableError, match=r"expected 0\.28 or later"):
+        RLBridgeTrainerInitInfo(rank=0)
+
+
+def test_a_trainers_init_info_registers_the_backend_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: dict[str, tuple[str, ...]] = {}
+
+    class Factory:
+        _registry = registered
+
+        @staticmethod
+        def register_engine(name: str, *where: str) -> None:
+            assert name not in registered
+            registered[name] = where
+
+    module = SimpleNamespace(WeightTransferTrainerFactory=Factory)
+    monkeypatch.setattr(plugin, "require", lambda _: module)
+    assert [RLBridgeTrainerInitInfo(rank=rank).is_sender for rank in (0, 1)] == [True, False]
+    assert list(registered) == ["rl_bridge"] == [RLBridgeTrainerInitInfo.backend]
