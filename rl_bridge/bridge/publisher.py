@@ -100,7 +100,7 @@ class Publisher:
         source_rank: int,
         state_dir: str | os.PathLike[str] | None = None,
         suspicious: Policy = Policy.WARN,
-        nonfinite: Policy = Policy.REJECT,
+        nonfinite: Policy = Policy.WARN,
         observer: Observer | None = None,
     ) -> None:
         """Open the transport's publisher end.

@@ -55,7 +55,7 @@ class TensorBridge:
         source_rank: int = 0,
         state_dir: str | os.PathLike[str] | None = None,
         suspicious: Policy | str = Policy.WARN,
-        nonfinite: Policy | str = Policy.REJECT,
+        nonfinite: Policy | str = Policy.WARN,
         observer: Observer | None = None,
         wanted: Wanted | WantedLayout | None = None,
         **options: object,
@@ -68,9 +68,8 @@ class TensorBridge:
             state_dir: directory in which the publisher keeps its last version across restarts.
             suspicious: what `publish` does about an update that cannot be what was meant, such as
                 one that changes nothing, a stale copy, another dtype. ``"warn"``: a line in the
-                log, and the second update in a row that changes nothing is refused. ``"reject"``:
-                each of them is refused. ``"off"``: nothing is looked for.
-            nonfinite: what `publish` does about NaN and Inf in the weights, likewise: reject, warn
+                log. ``"reject"``: it is refused. ``"off"``: nothing is looked for.
+            nonfinite: what `publish` does about NaN and Inf in the weights, likewise: warn, reject
                 or off. They are found in the pass that copies the bytes.
             observer: called with every lifecycle transition.
             wanted: what is imported of a version that several ranks published (`GroupPublisher`),

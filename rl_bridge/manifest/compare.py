@@ -71,7 +71,7 @@ class _Stream:
 
     Attributes:
         latest: the update that was noted last.
-        is_idle: it changed nothing.
+        num_idle: so many updates in a row, this one among them, changed nothing.
         is_old: it has the weights of an earlier one.
         roots: root -> version, of the first update and of the last ones.
         runs: by tensor: in how many of the last updates in a row it changed; below 0, in how many
@@ -82,7 +82,7 @@ class _Stream:
     """
 
     latest: WeightUpdateManifest
-    is_idle: bool = False
+    num_idle: int = 0
     is_old: bool = False
     roots: OrderedDict[str, int] = field(default_factory=OrderedDict)
     runs: _Counts = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -113,8 +113,8 @@ class Watch:
         """Log what is suspicious about an update, or refuse it.
 
         Args:
-            policy: off: nothing is looked for. Warn: findings are logged, and the second update in
-                a row that changes nothing is refused. Reject: an update with a finding is refused.
+            policy: off: nothing is looked for. Warn: findings are logged. Reject: an update with a
+                finding is refused.
             update: comes next.
             logs: False where another rank of its group logs the same.
 
@@ -130,10 +130,11 @@ class Watch:
         changed = _changed(before.latest, update)
         is_idle = _is_idle(before.latest, update, changed)
         findings = []
-        if is_idle and before.is_idle:
-            raise SuspiciousUpdate(_idle_again(before.latest, update))
-        # Before anything was learned it is usual: a warm-up begins with a learning rate of 0.
-        if is_idle and (len(before.runs) or policy is Policy.REJECT):
+        # Once in a row; before anything was learned, the first one is usual: a warm-up begins with
+        # a learning rate of 0. (No refusal by default: a version that engines refused, or that was
+        # undone, may well be published once more under a new number.)
+        is_told = before.num_idle > 0 if len(before.runs) else before.num_idle != 1
+        if is_idle and (policy is Policy.REJECT or not is_told):
             findings.append(_idle(before.latest, update))
         if not is_idle and update.root in before.roots and not before.is_old:
             findings.append(_old(update, before.roots[update.root]))
@@ -164,11 +165,12 @@ class Watch:
     @staticmethod
     def _add(stream: _Stream, update: WeightUpdateManifest) -> None:
         changed = _changed(stream.latest, update)
-        stream.is_idle = _is_idle(stream.latest, update, changed)
-        stream.is_old = not stream.is_idle and update.root in stream.roots
+        is_idle = _is_idle(stream.latest, update, changed)
+        stream.num_idle = stream.num_idle + 1 if is_idle else 0
+        stream.is_old = not is_idle and update.root in stream.roots
         if changed is None:
             stream.runs = np.zeros(0, np.int64)
-        elif not stream.is_idle:  # else it says nothing about any of the tensors
+        elif not is_idle:  # else it says nothing about any of the tensors
             if not len(stream.runs):
                 stream.runs = np.zeros(len(changed), np.int64)
                 stream.has_changed = stream.is_told = np.zeros(len(changed), bool)
@@ -257,18 +259,10 @@ def _versions(previous: WeightUpdateManifest, update: WeightUpdateManifest) -> s
 
 def _idle(previous: WeightUpdateManifest, update: WeightUpdateManifest) -> str:
     return (
-        f"{_versions(previous, update)} changes nothing that is trained. Did the optimizer step, "
-        "and is this the model that it stepped on?"
-    )
-
-
-def _idle_again(previous: WeightUpdateManifest, update: WeightUpdateManifest) -> str:
-    return (
-        f"{_versions(previous, update)} changes nothing that is trained, as the version before it: "
-        f"root {update.root}, expected other weights after each step of the optimizer. Look "
-        "whether it steps (no gradient, a learning rate of 0, a skipped step) on the model that is "
-        "published, and whether its copy for the engines is made anew. To publish it all the "
-        "same, make the bridge with suspicious='off'."
+        f"{_versions(previous, update)} changes nothing that is trained: root {update.root}, "
+        "expected other weights after each step of the optimizer. Look whether it steps (no "
+        "gradient, a learning rate of 0, a skipped step) on the model that is published, and "
+        "whether its copy for the engines is made anew."
     )
 
 

@@ -76,25 +76,32 @@ def test_a_run_may_begin_with_a_step_that_changes_nothing(trainable: set[str] | 
 
 
 @pytest.mark.parametrize("trainable", [None, {"a", "b"}])
-@pytest.mark.parametrize("policy", [Policy.WARN, Policy.REJECT])
-def test_the_second_update_that_changes_nothing_is_refused_however_often_it_comes(
-    trainable: set[str] | None, policy: Policy
+def test_a_run_that_never_changes_is_told_once(trainable: set[str] | None) -> None:
+    (told,) = versions("xyz", "xyz", "xyz", "xyz", "xyz", trainable=trainable)
+    assert "version 2 (after 1) changes nothing that is trained" in told
+
+
+@pytest.mark.parametrize("trainable", [None, {"a", "b"}])
+def test_each_update_that_changes_nothing_is_refused_if_that_is_asked_for(
+    trainable: set[str] | None,
 ) -> None:
     watch = Watch()
-    run(version(0, "xyz", trainable=trainable), version(1, "xyz", trainable=trainable), watch=watch)
-    for number in (2, 3):
-        with pytest.raises(SuspiciousUpdate, match=rf"version {number} \(after 1\) .* as the ver"):
-            watch.judge(policy, version(number, "xyz", trainable=trainable))
-    watch.judge(policy, version(4, "Xyz", trainable=trainable))
+    run(version(0, "xyz", trainable=trainable), watch=watch)
+    for number in (1, 2):
+        with pytest.raises(
+            SuspiciousUpdate, match=rf"version {number} \(after 0\) changes nothing"
+        ):
+            watch.judge(Policy.REJECT, version(number, "xyz", trainable=trainable))
+    watch.judge(Policy.REJECT, version(4, "Xyz", trainable=trainable))
     watch.judge(Policy.OFF, version(4, "xyz", trainable=trainable))
 
 
 def test_what_is_not_trained_may_change_and_hides_nothing() -> None:
-    with pytest.raises(SuspiciousUpdate, match="changes nothing that is trained"):
-        versions("xyz", "Xyz", "Xqz", "Xrz", trainable={"a"})
+    (told,) = versions("xyz", "Xyz", "Xqz", "Xrz", trainable={"a"})
+    assert "version 2 (after 1) changes nothing that is trained" in told
 
 
-def test_idle_updates_that_are_not_in_a_row_are_not_refused() -> None:
+def test_idle_updates_that_are_not_in_a_row_are_told_each() -> None:
     told = versions("xyz", "Xyz", "Xyz", "Qyz", "Qyz", trainable={"a"})
     assert [line.split(" (")[0] for line in told] == [
         "suspicious update: version 2",
