@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.processes import Child
 from rl_bridge.trainers import read_peft
 from rl_bridge.transports.files.directory import DirectoryStore
+from rl_bridge.transports.files.transport import FilesPublisher
 from tests.cli_program import Said, call, run
 from tests.groups.meshes import SHAPES, model, shards
 from tests.groups.rig import trainers
@@ -295,28 +298,103 @@ def test_gc_leaves_what_is_kept_and_what_is_being_read(store: Path) -> None:
     assert listed(store) == [1, 2, 4]
 
 
-@pytest.mark.parametrize("lives", [False, True])
-def test_gc_tells_the_lease_of_a_killed_reader_by_that_it_does_not_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lives: bool
+class Clock:
+    """The time that `gc` and its store see: it passes only where `gc` waits."""
+
+    def __init__(self, patched: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
+        self.now, self._meanwhile = 0.0, meanwhile
+        patched.setattr("rl_bridge.cli.files.time", SimpleNamespace(sleep=self.sleep))
+        monotonic = SimpleNamespace(monotonic=lambda: self.now)
+        patched.setattr("rl_bridge.transports.files.objects.time", monotonic)
+
+    def sleep(self, seconds: float) -> None:
+        self._meanwhile()
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome", "waited_s"),
+    [
+        (b"7", b"7", "removed", 2.0),  # of an earlier build
+        (b"7", b"8", "being read", 2.0),
+        (b"7 90.0", b"7 90.0", "removed", 90.0),
+        (b"7 90.0", b"8 90.0", "being read", 90.0),
+        (b"7 0.5", b"7 0.5", "removed", 2.0),
+        (b"7 inf", b"7 inf", "removed", 2.0),
+    ],
+)
+def test_gc_tells_the_lease_of_a_killed_reader_by_that_it_does_not_change(  # noqa: PLR0917
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: bytes,
+    after: bytes,
+    outcome: str,
+    waited_s: float,
 ) -> None:
     url = f"memory://{tmp_path}/run"
     with make_weight_bridge("files", url=url) as trainer:
         first, _ = [trainer.publish(WEIGHTS, weight_version=version) for version in (1, 2)]
     lease = f"{url}/leases/0000000001-{first.update_id[:12]}/of-a-reader"
     memory = fsspec.filesystem("memory")
-    memory.pipe_file(lease, b"7")
+    memory.pipe_file(lease, before)
     dry = call("files", "gc", url, "--keep-last", "1", "--dry-run", "--json").json
     assert [one["outcome"] for one in dry["found"]] == ["being read"]
+    clock = Clock(monkeypatch, lambda: memory.pipe_file(lease, after))
+    said = call("files", "gc", url, "--keep-last", "1", "--lease-s", "2", "--json").json
+    assert [one["outcome"] for one in said["found"]] == [outcome]
+    assert clock.now == waited_s
+    assert memory.exists(lease) == (outcome == "being read")
 
-    def sleep(_seconds: float) -> None:
-        if lives:
-            memory.pipe_file(lease, b"8")
 
-    clock = SimpleNamespace(sleep=sleep)
-    monkeypatch.setattr("rl_bridge.cli.files.time", clock)
-    said = call("files", "gc", url, "--keep-last", "1", "--lease-s", "1e-9", "--json").json
-    assert [one["outcome"] for one in said["found"]] == ["being read" if lives else "removed"]
-    assert memory.exists(lease) == lives
+def test_a_lease_says_how_long_it_lives(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path}/run"
+    with make_weight_bridge("files", url=url, lease_s=90.0) as trainer:
+        trainer.publish(WEIGHTS, weight_version=1)
+        memory = fsspec.filesystem("memory")
+        (lease,) = memory.glob(f"{url}/leases/*/*")
+        assert memory.cat_file(lease) == b"1 90.0"
+
+
+def test_gc_refuses_a_lease_that_a_slow_request_outlasts(store: Path) -> None:
+    publish(store, 1)
+    assert refuses(call("files", "gc", store, "--lease-s", "0.5"), "expected at least 1, got '0.5'")
+
+
+def test_gc_does_not_remove_a_version_that_ranks_published_while_it_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an object store nobody keeps publishers out: parts become a version meanwhile."""
+    url = f"memory://{tmp_path}/run"
+    said: list[Said] = []
+    showing = FilesPublisher.show_group
+    everybody = threading.Barrier(2, action=lambda: said.append(collect()))
+
+    def collect() -> Said:
+        # Both parts are there, and no marker says yet that they are published.
+        return call("files", "gc", url, "--keep-last", "5", "--json")
+
+    def show_group(end: FilesPublisher, update_id: str) -> None:
+        if end._rank:
+            parts[end] = update_id
+        everybody.wait(60)
+        showing(end, update_id)
+
+    def meanwhile() -> None:
+        for end, update_id in parts.items():
+            showing(end, update_id)
+
+    parts: dict[FilesPublisher, str] = {}
+    Clock(monkeypatch, meanwhile)
+    with trainers(2, "files", url=url, keep_last=5) as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FilesPublisher, "show_group", show_group)
+        group.publish(shards(1), 1)
+        found = said[0].json["found"]
+        assert {one["outcome"] for one in found} == {
+            "left: it was published, or removed, meanwhile"
+        }
+        with make_weight_bridge("files", url=url, source_worker="reader") as reader:
+            assert isinstance(reader, FilesTensorBridge)
+            assert [one.weight_version for one in reader.versions()] == [1]
 
 
 def test_gc_says_what_it_leaves_where_a_publisher_may_live(store: Path) -> None:

@@ -50,6 +50,7 @@ _SHOWN = 20
 _FILE_NBYTES = 5 << 30
 _EVERYTHING = 1 << 62  # versions to keep
 _LEASE_S = 60.0
+_MIN_LEASE_S = 1.0  # below it a slow request makes a reader that lives look dead
 
 Url = Annotated[
     str,
@@ -433,8 +434,10 @@ def gc(  # noqa: PLR0917 - typer calls it by name
         float,
         typer.Option(
             "--lease-s",
+            min=_MIN_LEASE_S,
             help="In an object store, how many seconds a lease lives whose reader says nothing: "
-            "the readers' lease_s=. So long it waits where a version is leased.",
+            "the lease_s= of readers and trainers. Where a lease itself says more, that counts. So "
+            "long it waits where a version is leased.",
         ),
     ] = _LEASE_S,
     dry_run: Annotated[
@@ -509,7 +512,7 @@ def _collect(
                 why = f"not of the newest {keep_last}" if is_published else "part of no version"
                 found.append(_removed(store, one.name, rank, why, dry_run=dry_run))
         if store.lease_s is not None and not dry_run:
-            found = _once_more(store, found, after_s=store.lease_s)
+            found = _once_more(store, found, keep_last, keep_every)
         for name, rank in unfinished.items():
             nbytes = _nbytes(store, name)
             outcome = "would be removed" if dry_run else "removed"
@@ -529,16 +532,33 @@ def _collect(
     return found
 
 
-def _once_more(store: VersionStore, found: list[_Left], *, after_s: float) -> list[_Left]:
-    """Look again at what is leased: what has not changed since is of a reader that is dead."""
-    if any(one.outcome == "being read" for one in found):
-        time.sleep(after_s)
-    return [
-        _removed(store, one.name, one.rank, one.why, dry_run=False)
-        if one.outcome == "being read"
-        else one
-        for one in found
-    ]
+def _once_more(
+    store: VersionStore, found: list[_Left], keep_last: int, keep_every: int | None
+) -> list[_Left]:
+    """Look again at what is leased: a lease that has not changed since is of a reader that is dead.
+
+    The store goes on meanwhile, so what is to stay is decided anew: ranks that live may have
+    published the version that a part belongs to.
+    """
+    names = [one.name for one in found if one.outcome == "being read"]
+    if not names:
+        return found
+    time.sleep(store.longest_lease_s(names))
+    visible = store.visible()
+    surplus_names = {
+        one.name
+        for rank in {one.rank for one in found}
+        for one in surplus(visible, rank, keep_last=keep_last, keep_every=keep_every)
+    }
+
+    def again(one: _Left) -> _Left:
+        if one.outcome != "being read":
+            return one
+        if one.name not in surplus_names:
+            return replace(one, outcome="left: it was published, or removed, meanwhile")
+        return _removed(store, one.name, one.rank, one.why, dry_run=False)
+
+    return [again(one) for one in found]
 
 
 def _removed(store: VersionStore, name: str, rank: int, why: str, *, dry_run: bool) -> _Left:

@@ -16,9 +16,11 @@ step over that. Claims stay, one small object for each start of a trainer.
 
 **Leases have a time to live.** A reader writes an object with a counter, and increments it while it
 reads; a collector takes a lease for dead whose counter did not change for that time, by the
-collector's clock: no two clocks are compared. A reader writes its lease and then looks for the
-marker; a collector removes the marker and then looks for leases. One of them sees the other. A
-reader that slept past its lease may find the data gone, but never other data: it digests all of it.
+collector's clock: no two clocks are compared. The time stands behind the counter, because the
+collector may have been given a shorter one: the longer of the two counts. A reader writes its lease
+and then looks for the marker; a collector removes the marker and then looks for leases. One of them
+sees the other. A reader that slept past its lease may find the data gone, but never other data: it
+digests all of it.
 
 `ObjectStore.open_writer` tries whether a store creates an object only if there is none. It also
 refuses file systems of fsspec that would look whether an object is there and then write it: between
@@ -43,6 +45,7 @@ from pydantic import ValidationError
 
 from rl_bridge.errors import VersionNotFound, WeightBridgeUnavailableError
 from rl_bridge.memory.control import Record
+from rl_bridge.transports.base import checked_seconds
 from rl_bridge.transports.files.store import (
     KEPT,
     MARKER,
@@ -347,11 +350,17 @@ class ObjectStore(VersionStore):
         """See `VersionStore.is_leased`: by somebody who lives, as far as this process saw."""
         asked_at, is_leased = time.monotonic(), False
         for lease, text in self.contents(LEASES, name).items():
-            if self._seen.is_fresh(f"{name}/{lease}", text, asked_at):
+            at_least_s = _stated_s(text)
+            if self._seen.is_fresh(f"{name}/{lease}", text, asked_at, at_least_s=at_least_s):
                 is_leased = True
             else:
                 self.delete(self.path(LEASES, name, lease))
         return is_leased
+
+    def longest_lease_s(self, names: Iterable[str]) -> float:
+        """See `VersionStore.longest_lease_s`."""
+        texts = [text for name in names for text in self.contents(LEASES, name).values()]
+        return max([self.lease_s, *map(_stated_s, texts)])
 
     def files(self, name: str) -> dict[str, int]:
         """See `VersionStore.files`."""
@@ -646,6 +655,14 @@ def _name(marker: Marker) -> str:
     return version_name(marker.weight_version, marker.update_id, marker.rank)
 
 
+def _stated_s(lease: bytes) -> float:
+    """How long a lease lives unchanged, as its reader wrote; 0 where it did not say so."""
+    try:  # (Readers of earlier builds wrote a counter alone.)
+        return checked_seconds("lease_s", float(lease.partition(b" ")[2]))
+    except ValueError:
+        return 0.0
+
+
 class _Counters:
     """Contents that were seen, and since when they are what they are."""
 
@@ -653,13 +670,15 @@ class _Counters:
         self._lease_s = lease_s
         self._known: dict[str, tuple[bytes, float]] = {}
 
-    def is_fresh(self, name: str, content: bytes, asked_at: float) -> bool:
+    def is_fresh(
+        self, name: str, content: bytes, asked_at: float, *, at_least_s: float = 0.0
+    ) -> bool:
         """Whether it changed, between answers and questions that are so far apart."""
         known = self._known.get(name)
         if known is None or known[0] != content:
             self._known[name] = content, time.monotonic()
             return True
-        if asked_at - known[1] < self._lease_s:
+        if asked_at - known[1] < max(self._lease_s, at_least_s):
             return True
         self._known.pop(name, None)
         return False
@@ -765,7 +784,8 @@ class _ObjectLease(Lease):
             if not self._is_closed:
                 timeout_s = self._store.beat_timeout_s if self._count else None
                 self._count += 1
-                self._store.put(self._path, str(self._count).encode(), timeout_s=timeout_s)
+                text = f"{self._count} {self._store.lease_s!r}".encode()
+                self._store.put(self._path, text, timeout_s=timeout_s)
             elif not self._is_removed:
                 self._beat.close()
                 timeout_s = self._store.beat_timeout_s

@@ -418,6 +418,16 @@ class VersionStore(ABC):
     def is_leased(self, name: str) -> bool:
         """Whether somebody reads a version now; False of one that is gone."""
 
+    def longest_lease_s(self, names: Iterable[str]) -> float:
+        """How long somebody must look at leases of these versions to know which are dead.
+
+        Raises:
+            WeightBridgeUnavailableError: the store cannot be read.
+
+        """
+        del names
+        return 0.0  # leases end with their process
+
     @abstractmethod
     def unfinished(self) -> dict[str, int]:
         """What was begun and has no marker: its name, and the rank of its publisher.
