@@ -997,6 +997,24 @@ def test_a_run_that_goes_on_with_fewer_ranks_removes_the_parts_of_the_others(run
         assert parts_in(run) == {5: [0], 6: [0]}
 
 
+@pytest.mark.parametrize("left", ["{", '{"format": "rl_bridge.files/2"}', None])
+def test_parts_stay_as_long_as_their_first_one_may_be_read_again(
+    run: Path, left: str | None
+) -> None:
+    with trainers(2, "files", url=run, keep_last=9) as group:
+        group.publish(shards_of(1), version=1)
+    (first,) = run.glob(f"0000000001-{12 * '[0-9a-f]'}")
+    marker = (first / "STABLE").read_bytes()
+    if left is None:
+        (first / "STABLE").unlink()
+    else:
+        (first / "STABLE").write_text(left)
+    with files(run, keep_last=9, fenced=False) as trainer:  # which sweeps nothing unfinished
+        publish(trainer, 2)
+    (first / "STABLE").write_bytes(marker)
+    assert sorted(versions_in(run)) == [1, 2]
+
+
 def test_a_part_is_not_removed_while_its_rank_is_ahead_of_the_first(run: Path) -> None:
     """Neither while it is published, nor while the first rank's own part is there."""
     seen: list[dict[int, list[int]]] = []

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from rl_bridge.manifest.group import group_update_id
-from rl_bridge.transports.files.store import Marker, StoredVersion
+from rl_bridge.transports.files.store import Marker, StoredVersion, rank_of
 
 __all__ = ["committed_headers", "offered", "orphans", "parts_of", "surplus", "update_id_of"]
 
@@ -54,15 +54,28 @@ def update_id_of(version: StoredVersion, visible: Iterable[StoredVersion]) -> st
     return group_update_id(one.marker.update_id for one in parts_of(version, visible))
 
 
-def orphans(visible: Iterable[StoredVersion]) -> list[StoredVersion]:
+def orphans(visible: Iterable[StoredVersion], unmarked: Iterable[str] = ()) -> list[StoredVersion]:
     """Parts of groups whose first part is not there: nothing can be made of them any more.
 
     For the publisher of first parts. A part that is being published is among them until the first
     one is there; it is leased.
+
+    Args:
+        visible: all versions of the store.
+        unmarked: names of what has no marker, or none that is seen here yet. Where a first part of
+            a version's number is among them, its other parts are no orphans.
+
     """
     visible = list(visible)
     firsts = {one.marker.header for one in visible if one.marker.part == 0}
-    return [one for one in visible if one.marker.part and one.marker.header not in firsts]
+    numbers = {int(name.partition("-")[0]) for name in unmarked if rank_of(name) == 0}
+    return [
+        one
+        for one in visible
+        if one.marker.part
+        and one.marker.header not in firsts
+        and one.marker.weight_version not in numbers
+    ]
 
 
 def surplus(

@@ -74,6 +74,7 @@ from rl_bridge.transports.files.store import (
     Lease,
     Marker,
     RecordFile,
+    StoredVersion,
     VersionStore,
     version_name,
 )
@@ -580,11 +581,22 @@ class FilesPublisher(PublisherEnd):
         # Of ranks that a run once had, and may have no more. Not before this one wrote something: a
         # listing of NFS may be an old one until then, and lack the first part of a whole version.
         if self._rank == 0 and self._has_written:
-            found += orphans(visible)
+            found += self._orphans(visible)
         for one in found:
             if one.name not in held and self.store.remove(one.name):
                 self._joined.discard(one.marker.update_id)
         self.writer.sweep()
+
+    def _orphans(self, visible: Sequence[StoredVersion]) -> list[StoredVersion]:
+        """Parts that lost their first one for certain.
+
+        A first part whose marker is damaged, or of a later release, is there: its group may be read
+        again once somebody repairs the marker, or by that release.
+        """
+        found = orphans(visible)
+        if not found or self.store.damaged():
+            return []
+        return orphans(visible, self.store.unfinished())
 
     @property
     def _records(self) -> str:
