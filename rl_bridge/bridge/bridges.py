@@ -173,9 +173,12 @@ class FilesTensorBridge(TensorBridge):
         """The newest version whose every byte is what was published, or None if there is none yet.
 
         For a trainer that goes on from it, and an engine that starts late. What is damaged, or goes
-        meanwhile, is skipped with a warning. The version has been imported here then, so to import
-        it again, or to install it through this bridge, reads no file; `release_imported` lets its
-        memory go.
+        meanwhile, or was rejected by this bridge, is skipped with a warning. An older version than
+        the one that is active here is no answer: where nothing from that one on is whole, the call
+        ends with `StaleUpdate`, and the active version stays.
+
+        The version has been imported here then, so to import it again, or to install it through
+        this bridge, reads no file; `release_imported` lets its memory go.
 
         Args:
             max_skipped: how many versions are skipped at most.
@@ -183,6 +186,7 @@ class FilesTensorBridge(TensorBridge):
         Raises:
             TypeError, ValueError: `max_skipped` is no number of 0 or more.
             VersionNotFound: there are versions, and none of those that were looked at is whole.
+            StaleUpdate: the newest version that was not skipped is older than the active one.
             WeightBridgeUnavailableError: the store cannot be read, which says nothing of versions.
 
         """
@@ -191,12 +195,16 @@ class FilesTensorBridge(TensorBridge):
         if self._transport.is_empty():
             return None
         for _, manifest in self._stored():
-            try:
-                self.import_update(manifest)
-            except (SegmentError, WeightManifestValidationError) as error:
-                _LOG.warning("version %d is skipped: %s", manifest.weight_version, error)
+            number = manifest.weight_version
+            if self.consumer.order.has_rejected(manifest):
+                _LOG.warning("version %d is skipped: it was rejected here before", number)
             else:
-                return manifest
+                try:
+                    self.import_update(manifest)
+                except (SegmentError, WeightManifestValidationError) as error:
+                    _LOG.warning("version %d is skipped: %s", number, error)
+                else:
+                    return manifest
             num_left -= 1
             if not num_left:
                 break

@@ -100,7 +100,7 @@ class Order:
 
         """
         name = f"update {manifest.update_id} (version {manifest.weight_version})"
-        if self._has_rejected(manifest):
+        if self.has_rejected(manifest):
             because = f": {reason}" if reason else ""
             msg = f"weight {name} was rejected{because}. Publish again under a new version."
             raise WeightUpdateRejectedError(msg)
@@ -131,7 +131,8 @@ class Order:
             and (manifest.weight_version, manifest.update_id) != floor
         )
 
-    def _has_rejected(self, manifest: WeightUpdateManifest) -> bool:
+    def has_rejected(self, manifest: WeightUpdateManifest) -> bool:
+        """Whether `check` refuses it because it was rejected here."""
         update_id = manifest.update_id
         return (
             update_id in self._unseen

@@ -25,6 +25,7 @@ from rl_bridge.bridge import FilesTensorBridge
 from rl_bridge.errors import (
     ChecksumMismatch,
     SegmentError,
+    StaleUpdate,
     VersionNotFound,
     WeightBridgeError,
     WeightBridgeUnavailableError,
@@ -803,6 +804,31 @@ def test_who_starts_late_or_goes_on_takes_the_newest_version_that_is_whole(
         assert_holds(trainer.import_update(found), 2)
         publish(trainer, found.weight_version + 1)
         assert trainer.newest() == trainer.latest_manifest
+
+
+def test_a_bridge_that_skipped_a_version_skips_it_again_and_takes_none_below_the_active_one(
+    run: Path,
+) -> None:
+    with files(run, keep_last=9) as trainer, files(run) as bridge:
+        for version in (1, 2, 3):
+            publish(trainer, version)
+        flip(next(run.glob("0000000003-*")))
+        for _ in range(2):
+            second = bridge.newest_verified()
+            assert second is not None
+            assert second.weight_version == 2
+        bridge.acknowledge(second)
+        assert bridge.newest_verified() == second
+        bridge.release_imported(second)
+        shutil.rmtree(next(run.glob("0000000002-*")))
+        for _ in range(2):
+            with pytest.raises(StaleUpdate, match="version 2 of publisher"):
+                bridge.newest_verified()
+        fourth = publish(trainer, 4)
+        assert bridge.newest_verified() == fourth
+        bridge.reject(fourth, "not wanted")
+        with pytest.raises(StaleUpdate):
+            bridge.newest_verified()
 
 
 def test_where_no_version_is_whole_that_is_an_error_and_not_an_empty_store(run: Path) -> None:
