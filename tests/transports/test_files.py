@@ -743,17 +743,13 @@ def test_another_user_reads_what_it_may_and_is_told_what_it_may_not() -> None:
                 with pytest.raises(ChildError, match=rf"{words}: Permission denied") as told:
                     child.call(ask)
                 assert told.value.kind == "WeightBridgeUnavailableError"
-            for path, words in (
-                (folder / "model.safetensors", "SegmentError"),
-                (folder / "LOCK", "SegmentError"),
-                (folder / "STABLE", "WeightBridgeUnavailableError"),
-                (run, "WeightBridgeUnavailableError"),
-            ):
+            names = ("model.safetensors", "lists.bin", "manifest.json", "LOCK", "STABLE")
+            for path in (*(folder / name for name in names), folder, run):
                 mode = path.stat().st_mode
                 path.chmod(0)
                 with pytest.raises(ChildError, match="Permission denied") as told:
                     child.call("look")
-                assert told.value.kind == words
+                assert told.value.kind == "WeightBridgeUnavailableError"
                 path.chmod(mode)
             assert child.call("look") == [1, 2]
 
@@ -829,6 +825,54 @@ def test_a_bridge_that_skipped_a_version_skips_it_again_and_takes_none_below_the
         bridge.reject(fourth, "not wanted")
         with pytest.raises(StaleUpdate):
             bridge.newest_verified()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES, errno.ENOMEM])
+@pytest.mark.parametrize("file", ["model.safetensors", "lists.bin", "manifest.json"])
+def test_a_file_that_cannot_be_read_now_makes_no_older_version_the_newest(
+    run: Path, monkeypatch: pytest.MonkeyPatch, file: str, number: int
+) -> None:
+    with files(run, keep_last=9) as trainer:
+        for version in (1, 2):
+            publish(trainer, version)
+    opening, reading = os.open, Path.read_bytes
+
+    def is_hit(path: object) -> bool:
+        return Path(str(path)).match(f"0000000002-*/{file}")
+
+    def flaky_open(path: Any, *given: Any, **options: Any) -> int:
+        if is_hit(path):
+            raise OSError(number, os.strerror(number))
+        return opening(path, *given, **options)
+
+    def flaky_read(path: Path) -> bytes:
+        if is_hit(path):
+            raise OSError(number, os.strerror(number))
+        return reading(path)
+
+    with files(run) as reader:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", flaky_open)
+            patched.setattr(Path, "read_bytes", flaky_read)
+            with pytest.raises(WeightBridgeUnavailableError, match=os.strerror(number)):
+                reader.newest_verified()
+        found = reader.newest_verified()  # nothing was rejected
+        assert found is not None
+        assert found.weight_version == 2
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
+def test_a_link_to_itself_in_a_file_s_place_is_damage(run: Path, file: str) -> None:
+    with files(run, keep_last=9) as trainer:
+        for version in (1, 2):
+            publish(trainer, version)
+    path = next(run.glob("0000000002-*")) / file
+    path.unlink()
+    path.symlink_to(path)
+    with files(run) as reader:
+        found = reader.newest_verified()
+        assert found is not None
+        assert found.weight_version == 1
 
 
 def test_where_no_version_is_whole_that_is_an_error_and_not_an_empty_store(run: Path) -> None:

@@ -34,7 +34,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rl_bridge.errors import SegmentError, VersionNotFound, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    SegmentError,
+    VersionNotFound,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory.control import Record
 from rl_bridge.memory.durable import (
@@ -65,6 +70,10 @@ from rl_bridge.transports.files.store import (
 
 _MAX_IOVECS = 1024
 _STALE_TRIES = 3
+# What a file system says of a file that is gone, and of something else in its place. All else, such
+# as EIO, EMFILE or EACCES, says nothing of the version: an older one must not take its place.
+_ABSENT = {errno.ENOENT, errno.ESTALE}
+_DAMAGED = {errno.ENOTDIR, errno.ELOOP, errno.EISDIR}
 _BEGUN = re.compile(r"^\.(\d+)-[0-9a-f]{32}$")
 
 
@@ -322,18 +331,23 @@ def _marker_text(folder: Path, *, num_tries: int = _STALE_TRIES) -> bytes | None
         # (Where NFS had the file that was there before, it finds the new one when it opens again.)
         if error.errno == errno.ESTALE and num_tries > 1:
             return _marker_text(folder, num_tries=num_tries - 1)
-        msg = (
-            f"{path} cannot be read: {error.strerror or error}. See to the file system and to this "
-            "user's rights there, then try again."
-        )
-        raise WeightBridgeUnavailableError(msg) from error
+        raise _refused(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> SegmentError:
-    is_absent = error.errno in {errno.ENOENT, errno.ESTALE}
-    said = "is not there" if is_absent else "cannot be read"
-    kind = VersionNotFound if is_absent else SegmentError
-    return kind(f"{path} {said}: {error.strerror}. Import another version.")
+def _unreadable(path: Path, error: OSError) -> WeightBridgeError:
+    """The error of a version's file. Only some say anything of the version: see `_DAMAGED`."""
+    if error.errno in _ABSENT:
+        return VersionNotFound(f"{path} is not there: {error.strerror}. Import another version.")
+    if error.errno in _DAMAGED:
+        return SegmentError(f"{path} cannot be read: {error.strerror}. Import another version.")
+    return _refused(path, error)
+
+
+def _refused(path: Path, error: OSError) -> WeightBridgeUnavailableError:
+    return WeightBridgeUnavailableError(
+        f"{path} cannot be read: {error.strerror or error}. See to the file system and to this "
+        "user's rights there, then try again."
+    )
 
 
 # ---- writing -------------------------------------------------------------------------------------

@@ -298,7 +298,8 @@ class VersionStore(ABC):
 
         Raises:
             VersionNotFound: it is gone.
-            SegmentError: it cannot be read.
+            SegmentError: something else is in its place.
+            WeightBridgeUnavailableError: it cannot be read, which says nothing of the version.
 
         """
 
@@ -308,7 +309,8 @@ class VersionStore(ABC):
 
         Raises:
             VersionNotFound: it is not there.
-            SegmentError: it cannot be read.
+            SegmentError: something else is in its place.
+            WeightBridgeUnavailableError: it cannot be read, which says nothing of the version.
 
         """
 
@@ -318,7 +320,8 @@ class VersionStore(ABC):
 
         Raises:
             VersionNotFound: it is not there, or not all of it.
-            SegmentError: it is longer, or cannot be read.
+            SegmentError: it is longer, or something else is in its place.
+            WeightBridgeUnavailableError: it cannot be read, which says nothing of the version.
 
         """
 
@@ -334,7 +337,8 @@ class VersionStore(ABC):
 
         Raises:
             VersionNotFound: it is gone, or not all of it is there.
-            SegmentError: it is longer, or cannot be read.
+            SegmentError: it is longer, or something else is in its place.
+            WeightBridgeUnavailableError: it cannot be read, which says nothing of the version.
 
         """
 
