@@ -185,7 +185,8 @@ class FilesTensorBridge(TensorBridge):
 
         Raises:
             TypeError, ValueError: `max_skipped` is no number of 0 or more.
-            VersionNotFound: there are versions, and none of those that were looked at is whole.
+            VersionNotFound: there are versions, or parts of one that is not offered, and none of
+                those that were looked at is whole.
             StaleUpdate: the newest version that was not skipped is older than the active one.
             WeightBridgeUnavailableError: the store cannot be read, which says nothing of versions.
 
@@ -209,9 +210,9 @@ class FilesTensorBridge(TensorBridge):
             if not num_left:
                 break
         msg = (
-            f"{self._transport.store} has versions, expected a whole one among the newest "
-            f"{max_skipped + 1}, got none: the log says what is wrong with each. Look with "
-            "`rl-bridge files verify`, raise max_skipped, or name another store."
+            f"{self._transport.store} has versions, or parts of some, expected a whole one among "
+            f"the newest {max_skipped + 1}, got none: the log says what is wrong with each. Look "
+            "with `rl-bridge files verify`, raise max_skipped, or name another store."
         )
         raise VersionNotFound(msg)
 

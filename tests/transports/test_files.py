@@ -263,6 +263,22 @@ def test_a_trainer_that_begins_anew_at_an_earlier_step_goes_on_behind_what_is_th
         assert_holds(reader.import_update(newest), 8)
 
 
+def test_where_a_group_lost_a_part_or_was_not_committed_the_store_is_not_empty(run: Path) -> None:
+    with trainers(2, "files", url=run) as group:
+        group.publish(shards_of(1), version=1)
+    with files(run) as reader:
+        for folder in run.glob("0*"):
+            marker = json.loads((folder / "STABLE").read_text())
+            (folder / "STABLE").write_text(json.dumps({**marker, "is_committed": False}))
+        with pytest.raises(VersionNotFound, match="parts of some"):
+            reader.newest_verified()
+        shutil.rmtree(next(run.glob("0*-1")))
+        with pytest.raises(VersionNotFound, match="parts of some"):
+            reader.newest_verified()
+        shutil.rmtree(next(run.glob("0*")))
+        assert reader.newest_verified() is None
+
+
 def test_versions_that_are_to_stay_do(run: Path) -> None:
     with files(run, keep_last=2, keep_every=10) as trainer:
         for version in (10, 11, 12, 20, 21, 22, 23):

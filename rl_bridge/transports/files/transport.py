@@ -269,7 +269,7 @@ class Files(Transport):
             yield version.marker.sequence, manifest
 
     def is_empty(self) -> bool:
-        """Whether the store has no version yet, be it whole or damaged.
+        """Whether the store has no version yet, nor any part of one, be it whole or damaged.
 
         Raises:
             WeightBridgeUnavailableError: the store cannot be read.
@@ -277,7 +277,7 @@ class Files(Transport):
         """
         if self._is_unmade():
             return True
-        return not offered(self.store.visible()) and not self.store.damaged()
+        return not self.store.visible() and not self.store.damaged()
 
     def _is_unmade(self) -> bool:
         """Whether it is a directory that its trainer has still to make."""
