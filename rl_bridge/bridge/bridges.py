@@ -231,7 +231,8 @@ class FilesTensorBridge(TensorBridge):
 
         Raises:
             TypeError, ValueError: times that are no seconds above 0.
-            WeightBridgeUnavailableError: the store cannot be read.
+            WeightBridgeUnavailableError: the time is over, and the last look could not read the
+                store; one that fails before is logged.
 
         """
         assert isinstance(self._transport, Files)

@@ -400,10 +400,61 @@ def test_a_marker_that_cannot_be_read_is_an_error_and_no_missing_version(
                         look()
                 with pytest.raises(WeightBridgeUnavailableError, match=match):
                     reader.import_update(newest)
-            with pytest.raises(WeightBridgeUnavailableError, match=match):
-                publish(trainer, 3)
+            publish(trainer, 3)  # who wrote it knows its place
+            with files(run, fenced=False) as other, pytest.raises(WeightBridgeUnavailableError):
+                other.newest()
         publish(trainer, 4)
-    assert versions_in(run) == [1, 2, 4]
+    assert versions_in(run) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("published", "is_refused"),
+    [((1, 2), True), ((1, 2, 3), False), ((2, 1), True), ((3, 2), True)],
+)
+def test_a_marker_that_cannot_be_read_stops_a_trainer_only_if_it_may_be_the_last_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, published: tuple[int, ...], *, is_refused: bool
+) -> None:
+    for place, version in enumerate(published):
+        with files(run, keep_last=9) as trainer:  # each of which may begin at an earlier step
+            publish(trainer, version)
+        (folder,) = run.glob(f"{version:010d}-*")
+        os.utime(folder / "LOCK", ns=(place, place))
+    with monkeypatch.context() as patched:
+        fail_on_marker(patched, errno.EIO)
+        with files(run, keep_last=9) as trainer:
+            if is_refused:
+                with pytest.raises(WeightBridgeUnavailableError, match="Input/output error"):
+                    publish(trainer, 4)
+            else:
+                publish(trainer, 4)
+    assert versions_in(run) == [*published, *([] if is_refused else [4])]
+
+
+def test_a_marker_of_another_rank_that_cannot_be_read_stops_nobody(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with files(run, source_rank=1) as trainer:
+        publish(trainer, 2)
+    with monkeypatch.context() as patched:
+        fail_on_marker(patched, errno.EIO)
+        with files(run) as trainer:
+            publish(trainer, 3)
+    assert versions_in(run) == [2, 3]
+
+
+def test_a_watcher_outlives_looks_that_fail_and_says_so_at_the_end(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with files(run, keep_last=9) as trainer, files(run) as reader:
+        for version in (1, 2):
+            publish(trainer, version)
+        with monkeypatch.context() as patched:
+            fail_on_marker(patched, errno.EIO, times=2)
+            watched = reader.watch(timeout_s=60, every_s=0.01)
+            assert next(watched).weight_version == 2
+        fail_on_marker(monkeypatch, errno.EIO)
+        with pytest.raises(WeightBridgeUnavailableError, match="Input/output error"):
+            next(reader.watch(timeout_s=0.05, every_s=0.01))
 
 
 def test_a_marker_that_was_replaced_where_nfs_looked_is_read_when_it_is_opened_again(
@@ -439,7 +490,7 @@ def test_a_version_whose_predecessors_are_not_visible_goes_behind_what_its_train
         for version in (1, 2):
             publish(trainer, version)
         with monkeypatch.context() as patched:  # as where a listing of NFS is an old one
-            patched.setattr(DirectoryStore, "visible", lambda _: [])
+            patched.setattr(DirectoryStore, "names", lambda _: [])
             publish(trainer, 3)
         publish(trainer, 4)
     assert versions_in(run) == [1, 2, 3, 4]
@@ -829,6 +880,7 @@ def test_a_bridge_that_skipped_a_version_skips_it_again_and_takes_none_below_the
             second = bridge.newest_verified()
             assert second is not None
             assert second.weight_version == 2
+        assert second is not None
         bridge.acknowledge(second)
         assert bridge.newest_verified() == second
         bridge.release_imported(second)

@@ -96,7 +96,7 @@ class DirectoryStore(VersionStore):
     def visible(self) -> list[StoredVersion]:
         """See `VersionStore.visible`."""
         found = []
-        for name in self._names():
+        for name in self.names():
             marker = _read_marker(self.root / name)
             if marker is not None:
                 found.append(StoredVersion(name, marker))
@@ -106,18 +106,24 @@ class DirectoryStore(VersionStore):
         """See `VersionStore.damaged`."""
         return sorted(
             name
-            for name in self._names()
+            for name in self.names()
             if _marker_text(self.root / name) is not None and _read_marker(self.root / name) is None
         )
 
     def find(self, update_id: str) -> str:
         """See `VersionStore.find`."""
-        for name in self._names():
+        for name in self.names():
             if is_of(name, update_id):
                 return name
         raise self.not_found(update_id)
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Names of all versions, whatever their markers say.
+
+        Raises:
+            WeightBridgeUnavailableError: the directory cannot be read.
+
+        """
         try:
             return [path.name for path in self.root.iterdir() if is_version(path.name)]
         except OSError as error:
@@ -362,6 +368,8 @@ class _Writer(VersionWriter):
         self._path = path = store.root / f".writer-{rank}"
         self._token = uuid.uuid4().hex.encode()
         self._last = 0  # the sequence number of the version that was written last
+        # Sequence numbers of versions by their names: of those that this writer wrote, or read.
+        self._known: dict[str, int] = {}
         lock = leases.try_exclusive if fenced else leases.try_shared
         try:
             fd = self._held.open(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -394,14 +402,13 @@ class _Writer(VersionWriter):
             sync_folder(made)
             made.rename(folder)
             sync_folder(root)
-            ranks = [one for one in self._store.visible() if one.marker.rank == self._rank]
-            sequence = max([self._last, *(one.marker.sequence for one in ranks)]) + 1
+            sequence = self._next_sequence()
             marker = marker.model_copy(update={"sequence": sequence})
             # Leased before anybody sees it: no collector comes in between.
             lease = _VersionLock(folder, marker)
             self._require_place()
             replace_durably(folder, MARKER, marker.model_dump_json().encode())
-            self._last = sequence
+            self._known[name] = self._last = sequence
         except BaseException:
             if lease is not None:
                 lease.close()
@@ -409,6 +416,48 @@ class _Writer(VersionWriter):
             self._store.remove(name)
             raise
         return lease
+
+    def _next_sequence(self) -> int:
+        """The number behind all versions of this rank.
+
+        Raises:
+            WeightBridgeUnavailableError: the marker of one that may be the last cannot be read.
+
+        """
+        unread: list[tuple[str, WeightBridgeUnavailableError]] = []
+        names = [one for one in self._store.names() if rank_of(one) == self._rank]
+        for name in names:
+            if name not in self._known:
+                try:
+                    marker = _read_marker(self._store.root / name)
+                except WeightBridgeUnavailableError as error:
+                    unread.append((name, error))
+                else:
+                    if marker is not None:
+                        self._known[name] = marker.sequence
+        for name, failure in unread:
+            if not self._is_before_another(name, names):
+                raise failure
+        return max([self._last, *self._known.values()]) + 1
+
+    def _is_before_another(self, name: str, names: Iterable[str]) -> bool:
+        """Whether a version was surely written before one whose sequence number is known.
+
+        Its number alone does not tell: a trainer may begin anew at an earlier step. So its file for
+        locks must be older, too, which is made first and never written again. Where several publish
+        side by side, none of it tells.
+        """
+        if not self._is_fenced:
+            return False
+        try:
+            made = (self._store.root / name / LOCK).stat().st_mtime_ns
+            return any(
+                name < other and made < (self._store.root / other / LOCK).stat().st_mtime_ns
+                for other in names
+                if other in self._known
+            )
+        except OSError:
+            return False
 
     def add(self, name: str, file: str, content: bytes) -> None:
         replace_durably(self._store.root / name, file, content)

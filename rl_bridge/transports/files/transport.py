@@ -287,7 +287,8 @@ class Files(Transport):
         """Yield the newest version, and each one that is newer when it is looked for.
 
         Raises:
-            WeightBridgeUnavailableError: the directory cannot be read.
+            WeightBridgeUnavailableError: the time is over, and the last look could not read the
+                store.
 
         """
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.files.store import MARKER
 
@@ -42,11 +43,16 @@ def watch(
     A version that was yielded is not yielded again, nor an older one of its publisher: it becomes
     the newest where the version after it is withdrawn.
 
+    A look that fails is logged, and the next one may succeed: a trainer's file system comes back.
+
     Args:
         newest: looks, and gives the newest version.
         directory: where the changes are made, if there is one.
         timeout_s: ends after so long without anything new.
         every_s: the longest time between two looks.
+
+    Raises:
+        WeightBridgeUnavailableError: the time is over, and the last look failed.
 
     """
     seen: set[str] = set()
@@ -55,7 +61,12 @@ def watch(
     bell: _Bell | None = None
     try:
         while True:
-            found = newest()
+            found, failure = None, None
+            try:
+                found = newest()
+            except WeightBridgeUnavailableError as error:
+                _LOG.warning("looking for new versions failed, and is tried again: %s", error)
+                failure = error
             if found is not None and found.update_id not in seen and _is_newer(found, last):
                 seen.add(found.update_id)
                 last = found
@@ -63,6 +74,8 @@ def watch(
                 until = time.monotonic() + timeout_s
             left_s = until - time.monotonic()
             if left_s <= 0:
+                if failure is not None:
+                    raise failure
                 return
             if bell is None:  # and then it looks again: at what came before changes were told
                 bell = _bell(directory, every_s)
