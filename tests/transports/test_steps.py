@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -31,11 +31,13 @@ from rl_bridge.errors import (
     DeadlineExceeded,
     GroupAborted,
     IncompatibleUpdate,
+    WeightBridgeError,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.groups import Piece, Placement
 from rl_bridge.testing.processes import DEADLINE_S, Child, until
-from rl_bridge.transports.files.steps import StepReceiver
+from rl_bridge.transports.files.steps import StepReceiver, Steps
+from rl_bridge.transports.files.store import FileContent
 from tests.groups.meshes import Shards
 from tests.groups.rig import Trainers
 from tests.helpers import die_before_a_change, stop
@@ -281,6 +283,44 @@ def test_an_older_trainer_that_lost_its_lock_takes_back_no_step_of_the_next_one(
                 publish(older, 2)
             found = load_file(run / "step_2" / "model.safetensors")
             assert found["w"].equal(weights(1, 2)["w"])
+
+
+@pytest.mark.parametrize("handshake", ["stable", "stages"])
+def test_an_older_trainer_that_loses_its_lock_while_it_publishes_takes_back_no_step_of_the_next_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, handshake: Any
+) -> None:
+    linking = Steps.linked
+    newer: list[FilesTensorBridge] = []
+
+    def linked(steps: Steps, name: str, contents: Iterable[FileContent]) -> Iterator[FileContent]:
+        if not newer:
+            (run / ".writer-0").unlink()
+            newer.append(files(run, steps=handshake))
+            with received(handshake, run / "step_2"):
+                publish(newer[0], 2, life=1)
+        yield from linking(steps, name, contents)
+
+    monkeypatch.setattr(Steps, "linked", linked)
+    with files(run, steps=handshake) as older:
+        # (Where the links are made first it is told of the step, else of the place.)
+        with received(handshake, run / "step_2"), pytest.raises(WeightBridgeError):
+            publish(older, 2)
+        found = load_file(run / "step_2" / "model.safetensors")
+        assert found["w"].equal(weights(1, 2)["w"])
+    assert (run / "step_2").exists()
+    newer[0].close()
+
+
+@contextmanager
+def received(handshake: str, folder: Path) -> Iterator[None]:
+    """Answer the offer of a step meanwhile, where it is made in stages."""
+    if handshake == "stable":
+        yield
+        return
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(receive_step, folder, timeout_s=DEADLINE_S)
+        yield
+        answered.result(DEADLINE_S)
 
 
 def test_a_version_that_is_not_offered_or_not_finished_in_time_is_an_error(run: Path) -> None:

@@ -40,7 +40,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, Self
 
-from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
+from rl_bridge.errors import DeadlineExceeded, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.memory.durable import sync_folder, write_durably
 from rl_bridge.transports.base import checked_seconds
 from rl_bridge.transports.files.store import MARKER, FileContent
@@ -80,18 +80,28 @@ def step_folder(root: Path, step: int) -> Path:
 class Steps:
     """The steps of a directory's only publisher."""
 
-    def __init__(self, root: Path, handshake: Handshake, timeout_s: float) -> None:
+    def __init__(
+        self,
+        root: Path,
+        handshake: Handshake,
+        timeout_s: float,
+        is_superseded: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Take back what an earlier publisher began; this one has the right to publish.
 
         Args:
             root: the run's directory.
             handshake: by which protocol.
             timeout_s: how long a receiver is waited for.
+            is_superseded: whether another publisher has taken this one's place: then steps are its.
 
         Raises:
             WeightBridgeUnavailableError: the directory cannot be written.
 
         """
+        self._is_superseded = is_superseded
+        self._name = ""  # of the version that the offered step links to
+        self._attempt = -1  # the directory of the offered step, open; so no other is taken for it
         self._root, self._handshake, self._timeout_s = root, handshake, timeout_s
         self._offered: Path | None = None
         with _told(root):
@@ -130,6 +140,7 @@ class Steps:
     def _await_receiver(self, folder: Path, step: int, pause: Callable[[float], None]) -> None:
         with _told(folder):
             folder.mkdir()
+            self._attempt = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             sync_folder(self._root)
             _mark(folder, _SENDER_READY)
         until = time.monotonic() + self._timeout_s
@@ -161,8 +172,11 @@ class Steps:
             yield file, pieces
             written.append(file)
         # The files are on disk by now, and the marker is not, so the links say nothing yet.
+        self._name = name
         if self._handshake == "stable":
             folder.symlink_to(name)
+        elif not self._is_own(folder):
+            raise _no_step(folder, "another trainer took back what this one offered there")
         else:
             for file in written:
                 (folder / file).symlink_to(Path("..", name, file))
@@ -173,16 +187,33 @@ class Steps:
 
     def commit(self) -> None:
         """The version has its marker: the step stands as long as the version does."""
-        self._offered = None
+        self._forget()
 
     def withdraw(self) -> None:
-        """Take back what is offered, if anything is. What fails is logged: it is not finished."""
-        folder, self._offered = self._offered, None
-        if folder is not None:
-            try:
+        """Take back what is offered, if anything is. What fails is logged: it is not finished.
+
+        A step of that number may be another trainer's by now, which has this one's place: it stays.
+        """
+        folder = self._offered
+        try:
+            if folder is not None and self._is_own(folder) and not self._is_superseded():
                 _take_back(folder)
-            except OSError:
-                _LOG.exception("%s was not taken back", folder)
+        except (OSError, WeightBridgeError):
+            _LOG.exception("%s was not taken back", folder)
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        attempt, self._attempt = self._attempt, -1
+        self._offered, self._name = None, ""
+        if attempt >= 0:
+            os.close(attempt)
+
+    def _is_own(self, folder: Path) -> bool:
+        """Whether a step is the one that this publisher offers now."""
+        if self._attempt >= 0:
+            return _is_at(folder, self._attempt)
+        return bool(self._name) and folder.is_symlink() and folder.readlink() == Path(self._name)
 
 
 def take_back_from(root: Path, first: int) -> None:

@@ -395,7 +395,9 @@ class FilesPublisher(PublisherEnd):
         self._steps: Steps | None = None
         if steps is not None and store.directory is not None:
             try:
-                self._steps = Steps(store.directory, steps, ready_timeout_s)
+                self._steps = Steps(
+                    store.directory, steps, ready_timeout_s, self.writer.is_superseded
+                )
             except BaseException:
                 self.writer.close()
                 raise
