@@ -668,6 +668,47 @@ def test_a_full_disk_is_an_error_with_a_remedy_and_nothing_is_left_of_the_versio
     publish(trainer, 3)
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_trainer_that_starts_on_a_full_disk_frees_it_and_is_fenced_from_then_on(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    with files(run, keep_last=5) as trainer:
+        for version in (1, 2, 3):
+            publish(trainer, version)
+
+    def refused(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with files(run, keep_last=1) as trainer:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", refused)
+            assert trainer.publisher_id
+            assert versions_in(run) == [3]
+            assert "Free space there" in caplog.text
+        publish(trainer, 4)
+        (run / ".writer-0").unlink()
+        with files(run) as newer:
+            publish(newer, 5)
+            with pytest.raises(WeightBridgeUnavailableError, match="has taken over"):
+                publish(trainer, 6)
+
+
+def test_a_trainer_that_could_not_write_its_name_is_refused_when_its_file_was_replaced(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with files(run) as older:
+        monkeypatch.setattr(os, "pwrite", refused)
+        publish(older, 1)
+        (run / ".writer-0").unlink()
+        with files(run) as newer:
+            publish(newer, 2)
+            with pytest.raises(WeightBridgeUnavailableError, match="has taken over"):
+                publish(older, 3)
+
+
 def test_a_version_that_cannot_be_leased_is_not_left_visible(
     trainer: FilesTensorBridge, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ its own name into that file, and looks for it there before it writes a marker or
 """
 
 import errno
+import logging
 import os
 import re
 import shutil
@@ -67,6 +68,8 @@ from rl_bridge.transports.files.store import (
     is_version,
     rank_of,
 )
+
+_LOG = logging.getLogger(__name__)
 
 _MAX_IOVECS = 1024
 _STALE_TRIES = 3
@@ -367,6 +370,7 @@ class _Writer(VersionWriter):
         self._held = Holding(self)
         self._path = path = store.root / f".writer-{rank}"
         self._token = uuid.uuid4().hex.encode()
+        self._has_token = False  # in the file
         self._last = 0  # the sequence number of the version that was written last
         # Sequence numbers of versions by their names: of those that this writer wrote, or read.
         self._known: dict[str, int] = {}
@@ -375,9 +379,7 @@ class _Writer(VersionWriter):
             fd = self._held.open(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             is_free = lock(fd)
             if is_free and fenced:
-                os.pwrite(fd, self._token, 0)
-                os.ftruncate(fd, len(self._token))
-                os.fsync(fd)
+                self._write_token()
         except OSError as error:
             self._held.dispose()
             raise _unusable(store.root, error) from error
@@ -468,11 +470,43 @@ class _Writer(VersionWriter):
         lease.marker = marker
         return lease
 
+    def _write_token(self) -> None:
+        """Write this publisher's name into its file, if the disk has room for it.
+
+        It goes on without: a full disk is emptied by the trainer that starts, which removes older
+        versions. The name is written as soon as there is room.
+        """
+        fd = self._held.fd
+        try:
+            os.pwrite(fd, self._token, 0)
+            os.ftruncate(fd, len(self._token))
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
+            with suppress(OSError):  # so that the name of an earlier publisher holds no more
+                os.ftruncate(fd, 0)
+            _LOG.warning(
+                "%s cannot be written (%s): until there is room, an earlier trainer is told from "
+                "this one by its lock alone. Free space there.",
+                self._path,
+                error.strerror,
+            )
+        else:
+            self._has_token = True
+
+    def _has_place(self) -> bool:
+        if not self._has_token:
+            if not os.path.samestat(os.fstat(self._held.fd), self._path.stat()):
+                return False
+            self._write_token()
+        return not self._has_token or self._path.read_bytes() == self._token
+
     def is_superseded(self) -> bool:
         if not self._is_fenced:
             return False
         try:
-            return self._path.read_bytes() != self._token
+            return not self._has_place()
         except FileNotFoundError:  # then a later publisher may come at any time
             return True
         except OSError as error:
