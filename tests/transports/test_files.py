@@ -1073,6 +1073,13 @@ def test_parts_are_read_that_an_earlier_release_wrote_as_models(run: Path) -> No
         assert reader.import_update(reader.newest() or "")["w"].equal(matrix(1))
 
 
+def test_the_marker_of_a_whole_version_is_one_that_earlier_releases_read(run: Path) -> None:
+    with files(run) as trainer:
+        publish(trainer, 1)
+    (marker,) = run.glob("0*/STABLE")
+    assert "suffix" not in json.loads(marker.read_text())
+
+
 def test_a_group_that_lost_a_part_does_not_take_the_place_of_one_that_is_whole(run: Path) -> None:
     with trainers(2, "files", url=run, keep_last=2) as group:
         for version in (1, 2):

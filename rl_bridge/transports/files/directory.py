@@ -409,7 +409,7 @@ class _Writer(VersionWriter):
             # Leased before anybody sees it: no collector comes in between.
             lease = _VersionLock(folder, marker)
             self._require_place()
-            replace_durably(folder, MARKER, marker.model_dump_json().encode())
+            replace_durably(folder, MARKER, marker.to_json())
             self._known[name] = self._last = sequence
         except BaseException:
             if lease is not None:
@@ -466,7 +466,7 @@ class _Writer(VersionWriter):
 
     def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
         self._require_place()
-        replace_durably(self._store.root / name, MARKER, marker.model_dump_json().encode())
+        replace_durably(self._store.root / name, MARKER, marker.to_json())
         lease.marker = marker
         return lease
 

@@ -515,7 +515,7 @@ class ObjectStore(VersionStore):
             WeightBridgeUnavailableError: the store cannot be written.
 
         """
-        path, text = self.path(MARKER, marker_name(marker)), marker.model_dump_json().encode()
+        path, text = self.path(MARKER, marker_name(marker)), marker.to_json()
         try:
             self.create(path, text)
         except (FileExistsError, WeightBridgeUnavailableError):
@@ -912,18 +912,18 @@ class _ObjectWriter(VersionWriter):
         if self._is_superseded(own):
             raise self._store.taken_over(self._rank)
         for one in own:
-            if one.model_dump_json().encode() in self._tried:  # its version was removed
+            if one.to_json() in self._tried:  # its version was removed
                 self._fill_over(one)
         self._last = max(self._last, highest)
 
     def _fill_over(self, marker: Marker) -> None:
         fill = _filling(marker.rank, marker.sequence, "")
         path = self._store.path(MARKER, marker_name(marker))
-        self._store.put(path, fill.model_dump_json().encode())
+        self._store.put(path, fill.to_json())
 
     def _is_taken_by(self, marker: Marker) -> bool:
         """Create a marker under the next number; False if that was filled, and is stepped over."""
-        store, text = self._store, marker.model_dump_json().encode()
+        store, text = self._store, marker.to_json()
         try:
             store.mark(marker)
         except FileExistsError:
@@ -956,9 +956,7 @@ class _ObjectWriter(VersionWriter):
         if lease.marker.update_id not in {one.update_id for one in own}:
             msg = f"{name} is gone from {self._store}. Publish it again."
             raise VersionNotFound(msg)
-        self._store.put(
-            self._store.path(MARKER, marker_name(marker)), marker.model_dump_json().encode()
-        )
+        self._store.put(self._store.path(MARKER, marker_name(marker)), marker.to_json())
         lease.marker = marker
         return lease
 

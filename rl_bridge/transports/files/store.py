@@ -81,6 +81,10 @@ class Marker(BaseModel):
     is_committed: StrictBool = False
     suffix: Literal["", ".part"] = ""
 
+    def to_json(self) -> bytes:
+        """The file's content. Where there is no suffix, none is named: earlier builds know none."""
+        return self.model_dump_json(exclude=None if self.suffix else {"suffix"}).encode()
+
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
