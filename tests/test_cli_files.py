@@ -266,6 +266,16 @@ def test_verify_reads_all_parts_of_a_version_of_several_ranks(store: Path) -> No
     assert f"{folder.name}/model.safetensors.part: tensor " in said.err
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00002-of-00002.safetensors.part"])
+def test_verify_names_a_model_s_file_in_a_part_s_folder(store: Path, name: str) -> None:
+    publish_from_ranks(store, 1)
+    (folder,) = store.glob("0*-1")
+    (folder / name).write_bytes(b"xx")
+    said = call("files", "verify", store)
+    assert said.complains("ChecksumMismatch")
+    assert f"{name}: is no file of this version" in " ".join(said.err.split())
+
+
 # ------------------------------------------------------------------------------ gc
 
 

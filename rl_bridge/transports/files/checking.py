@@ -143,7 +143,7 @@ def _check(
     small += [
         (name, sizes[name], [Fault("", "is no file of this version")])
         for name in strangers
-        if name.endswith(".safetensors" + suffix)
+        if name.endswith((".safetensors", ".safetensors" + suffix))  # loaders take the former
     ]
     for name, nbytes, faults in small:
         yield CheckedFile(
