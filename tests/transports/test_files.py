@@ -769,19 +769,21 @@ def test_an_engine_that_sees_changes_late_and_in_any_order_reads_whole_versions_
     trainer: FilesTensorBridge, run: Path, seed: int
 ) -> None:
     view = SlowView(run, run.with_name("seen"), seed)
-    draw, late, num_read = random.Random(seed), list[WeightUpdateManifest](), 0
+    draw, late = random.Random(seed), list[WeightUpdateManifest]()
     with files(view.root, timeout_s=0.001, fetch_once=False) as reader:
         for version in range(1, 9):
             manifest = publish(trainer, version)
             view.catch_up(draw.randrange(12))
             for one in (manifest, reader.newest() or manifest):
+                is_whole = is_all_seen(run, view.root, one)
                 try:
                     found = reader.import_update(one)
                 except VersionNotFound:
+                    assert not is_whole
                     late.append(one)
                 else:
+                    assert is_whole
                     assert_holds(found, one.weight_version)
-                    num_read += 1
                     reader.release_imported(one)
         # What was not visible in time is refused by nobody.
         view.catch_up()
@@ -789,7 +791,14 @@ def test_an_engine_that_sees_changes_late_and_in_any_order_reads_whole_versions_
             assert_holds(reader.import_update(one), one.weight_version)
             reader.release_imported(one)
     assert late
-    assert num_read or seed == 2  # nothing of any version was whole when it was looked for
+
+
+def is_all_seen(made: Path, seen: Path, manifest: WeightUpdateManifest) -> bool:
+    """Whether all files that an import takes are seen as they were made."""
+    (folder,) = made.glob(f"{manifest.weight_version:010d}-*")
+    names = ("LOCK", "STABLE", "model.safetensors", "lists.bin")
+    pairs = [(folder / name, seen / folder.name / name) for name in names]
+    return all(one.exists() and one.read_bytes() == there.read_bytes() for there, one in pairs)
 
 
 @pytest.mark.parametrize("seed", range(4))
