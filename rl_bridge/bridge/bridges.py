@@ -181,7 +181,8 @@ class FilesTensorBridge(TensorBridge):
         this bridge, reads no file; `release_imported` lets its memory go.
 
         Args:
-            max_skipped: how many versions are skipped at most.
+            max_skipped: how many versions are skipped at most. One that lacks a file is waited for
+                first, `timeout_s` seconds, as the file may only be seen late.
 
         Raises:
             TypeError, ValueError: `max_skipped` is no number of 0 or more.
