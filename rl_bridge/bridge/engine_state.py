@@ -59,6 +59,20 @@ class Acknowledgement:
     peak_rss_nbytes: int = 0
 
 
+@dataclass(slots=True)
+class Losses:
+    """What is known of an engine's life, by all of its streams of versions together.
+
+    Attributes:
+        count: how often the engine was gone when a stream asked it.
+        seen: so many of these losses lie before an answer of the engine.
+
+    """
+
+    count: int = 0
+    seen: int = 0
+
+
 class EngineState:
     """The version that an engine holds, and the updates that tore it; the bridge hears of both.
 
@@ -74,11 +88,17 @@ class EngineState:
         last_ack: what the last acknowledged update left behind.
         watch: what its updates have been so far, if the executor looks at that.
         torn_by: the updates that tore it, each with the reason, the last one last.
+        losses: of the engine, whichever of its streams notices them.
 
     """
 
-    def __init__(self, bridge: TensorBridge | PlainConsumer, adapter: TransactionalAdapter) -> None:
-        """Begin with an engine of which nothing is known."""
+    def __init__(
+        self,
+        bridge: TensorBridge | PlainConsumer,
+        adapter: TransactionalAdapter,
+        losses: Losses | None = None,
+    ) -> None:
+        """Begin with an engine of which nothing is known; another stream's `losses` are its own."""
         self.bridge = bridge
         self.adapter = adapter
         self.busy = threading.Lock()
@@ -92,7 +112,8 @@ class EngineState:
         self._superseded: dict[str, None] = {}  # were active, and are still to be released
         self.torn_by: dict[str, tuple[WeightUpdateManifest, str]] = {}
         self._is_taken = False  # by another driver
-        self._is_lost = False  # the engine was gone when it was asked last
+        self.losses = losses or Losses()
+        self._seen = 0  # losses that lie before an answer to this stream
 
     @cached_property
     def consumer(self) -> AnyConsumer:
@@ -108,9 +129,14 @@ class EngineState:
     @property
     def version(self) -> int | None:
         """The version that the engine holds; None before the first, while it is torn, or gone."""
-        if self.is_torn or self._is_lost or self.active is None:
+        if self.is_torn or self.is_lost or self.active is None:
             return None
         return self.active.weight_version
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine was gone when it was asked last, by whichever stream of versions."""
+        return max(self._seen, self.losses.seen) < self.losses.count
 
     @property
     def last_torn(self) -> tuple[WeightUpdateManifest, str]:
@@ -129,11 +155,27 @@ class EngineState:
                 "Call recover(), or install a later version in full."
             )
             raise TornEngine(msg)
+        self.check_there()
         if self.active is None:
             msg = "the engine has no verified version yet. Install one with update_weights first."
             if self._is_taken:
                 msg = f"{self._held()} Leave it to the other one, or install a version in full."
             raise WeightBridgeUnavailableError(msg)
+
+    def check_there(self) -> None:
+        """Refuse to speak for an engine that was gone when it was asked last.
+
+        Raises:
+            EngineLost: it was, and nothing has answered for it since.
+
+        """
+        if self.is_lost:
+            msg = (
+                "the engine was lost when it was asked last, and what it holds is not known. Call "
+                "recover(), which asks it again; or start a fresh engine, and install the current "
+                "version in it."
+            )
+            raise EngineLost(msg)
 
     # ---- what became of an update ---------------------------------------------------------------
 
@@ -147,7 +189,9 @@ class EngineState:
         if self.update_id not in {None, manifest.update_id}:
             self._superseded[str(self.update_id)] = None
         self.active, self.update_id, self.weights = manifest, manifest.update_id, weights
-        self.changing, self._is_taken, self._is_lost = None, False, False
+        self.changing, self._is_taken = None, False
+        # An engine that was started anew in between holds nothing of the other streams.
+        self._note_answer(is_same=not self.adapter.is_overtaken)
         self.torn_by.pop(manifest.update_id, None)
         steps: dict[str, Callable[[], object]] = {"undo": self.note_healed, "commit": self._commit}
         for update_id in self._superseded:
@@ -179,7 +223,7 @@ class EngineState:
                 self._reject(manifest, describe(error))
         held = self._held()
         if isinstance(error, EngineLost):
-            self._is_lost = not isinstance(error, SessionRefused)  # which speaks of a live one
+            self.note_lost(error)
             held = "what the engine holds is not known before recover() has asked it."
         add_note(error, f"version {manifest.weight_version} was {what}; {held}")
 
@@ -200,7 +244,10 @@ class EngineState:
             self.note_healed()
         # (Another driver may have ended it otherwise.)
         what = "given up" if isinstance(error, EngineLost) else "undone"
-        self._is_lost = isinstance(error, EngineLost) and not isinstance(error, SessionRefused)
+        if isinstance(error, EngineLost):
+            self.note_lost(error)
+        else:
+            self._note_answer(is_same=not self.adapter.is_overtaken)
         add_note(error, f"version {manifest.weight_version} was {what}; {self._held()}")
 
     def note_torn(self, manifest: WeightUpdateManifest, reason: str) -> None:
@@ -221,14 +268,27 @@ class EngineState:
 
     def note_there(self) -> None:
         """The engine has answered, and is the one whose versions these are."""
-        self._is_lost = False
+        self._note_answer(is_same=True)
+
+    def note_lost(self, error: EngineLost) -> None:
+        """The engine was gone, for all of its streams; or it answered, and refused this driver."""
+        if isinstance(error, SessionRefused):
+            self._note_answer(is_same=False)
+        else:
+            self.losses.count += 1
+
+    def _note_answer(self, *, is_same: bool) -> None:
+        """The engine has answered this stream; where it is the same as before, to all of them."""
+        self._seen = self.losses.count
+        if is_same:
+            self.losses.seen = self.losses.count
 
     def note_taken(self) -> None:
         """Another driver has the engine, or it was started anew: it holds none of our versions."""
         if self.active is not None:
             _LOG.warning("version %d is not in the engine any more", self.active.weight_version)
         update_id, self.active, self._uncommitted, self._is_taken = self.update_id, None, None, True
-        self._is_lost = False
+        self._note_answer(is_same=False)
         if update_id is not None:
             try:
                 self.release(update_id)  # at once: the engine may need it again

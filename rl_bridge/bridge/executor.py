@@ -29,7 +29,9 @@ from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.bridge.transaction import Step, Transaction
 from rl_bridge.errors import (
     BridgeClosed,
+    EngineLost,
     IllegalTransition,
+    IncompatibleUpdate,
     StaleUpdate,
     TornEngine,
     UnknownUpdate,
@@ -243,7 +245,7 @@ class RolloutExecutor:
         """
         if name not in self._lora:
             adapter = self._engine.adapter.for_adapter(name)
-            made = EngineState(self._engine.bridge, adapter)
+            made = EngineState(self._engine.bridge, adapter, self._engine.losses)
             made.busy = self._engine.busy  # there is one engine
             self._lora[name] = made
         return self._lora[name]
@@ -293,11 +295,14 @@ class RolloutExecutor:
 
         Raises:
             UnknownUpdate: the engine does not hold it.
+            EngineLost: the engine was gone when it was asked last.
 
         """
         # Without the lock, which an update has as long as it lasts: it may wait for calls on the
         # event loop in which this is asked.
-        return self._installed_lora(adapter).adapter.lora_request(version)
+        engine = self._installed_lora(adapter)
+        engine.check_there()
+        return engine.adapter.lora_request(version)
 
     @deferred_interrupts()
     def drop_adapter(self, adapter: str, *, timeout_s: float | None = None) -> None:
@@ -306,12 +311,17 @@ class RolloutExecutor:
         No request can ask for it from now on, and those that have it are waited for (vLLM does
         that itself where it got the adapter by files). A later version of that name begins anew.
 
+        An executor that has the engine drops an adapter which another driver brought, too: one
+        that died leaves its adapters there.
+
         Args:
             adapter: its name.
             timeout_s: seconds that these requests are waited for; None for the engine's timeout.
 
         Raises:
-            UnknownUpdate: this executor has installed no adapter of that name.
+            UnknownUpdate: this executor has installed no adapter of that name, and the engine
+                holds none.
+            SessionRefused: another driver brought it, and this executor does not have the engine.
             WeightUpdateRejectedError: an update is under way in this thread.
             DeadlineExceeded: requests have it still, after that time; nothing was dropped, no new
                 request gets it, and the next call begins where this one ended.
@@ -322,13 +332,37 @@ class RolloutExecutor:
             if is_inside:
                 msg = f"adapter {adapter!r} is not dropped within an update. Call it afterwards."
                 raise WeightUpdateRejectedError(msg)
-            engine = self._installed_lora(adapter)
-            engine.adapter.drop_versions(timeout_s)
+            engine = self._lora.get(adapter) or self._lora_of_others(adapter)
+            with _losses_noted(engine):
+                engine.adapter.drop_versions(timeout_s)
             if engine.update_id is not None:
                 engine.release(engine.update_id)
             engine.release_superseded()
             engine.adapter.leave()
             del self._lora[adapter]
+
+    def _lora_of_others(self, adapter: str) -> EngineState:
+        """What the engine holds of a LoRA adapter that this executor did not install.
+
+        Raises:
+            UnknownUpdate: it holds none of that name.
+            SessionRefused: another driver has it.
+
+        """
+        try:
+            engine = self._lora_state(adapter)
+        except IncompatibleUpdate:  # it holds none of any name
+            return self._installed_lora(adapter)
+        is_there = False
+        try:
+            # Whoever has the engine's weights may end what stands in the way of their update.
+            take_over = self._engine.adapter.has_engine()
+            is_there = engine.adapter.finds_versions(take_over=take_over)
+        finally:
+            if not is_there:
+                del self._lora[adapter]
+                engine.adapter.leave()
+        return engine if is_there else self._installed_lora(adapter)
 
     def _installed_lora(self, adapter: str) -> EngineState:
         engine = self._lora.get(adapter)
@@ -345,6 +379,7 @@ class RolloutExecutor:
 
         Raises:
             TornEngine: it may not.
+            EngineLost: it was gone when it was asked last.
             WeightBridgeUnavailableError: it never got a verified version.
 
         """
@@ -440,13 +475,24 @@ def _is_offered(engine: EngineState) -> bool:
     return engine.adapter.is_offered
 
 
+@contextmanager
+def _losses_noted(engine: EngineState) -> Iterator[None]:
+    """Let all streams of an engine know if it is lost in here."""
+    try:
+        yield
+    except EngineLost as error:
+        engine.note_lost(error)
+        raise
+
+
 def _recover(engine: EngineState, *, is_inside: bool) -> None:
     """Undo what tore an engine, or take it over. See `RolloutExecutor.recover`."""
-    if not is_inside and engine.adapter.take_over():
-        engine.note_healed()
-        engine.note_taken()
-    elif not is_inside:
-        engine.note_there()
+    with _losses_noted(engine):
+        if not is_inside and engine.adapter.take_over():
+            engine.note_healed()
+            engine.note_taken()
+        elif not is_inside:
+            engine.note_there()
     if not engine.is_torn:
         engine.check_owner()
         return

@@ -294,6 +294,11 @@ class Transaction:
             self._forget()
             raise second from error
         except Exception as second:  # noqa: BLE001 - reported by a `TornEngine`
+            # (A driver's undo says so of a lost engine by a TornEngine with that as its cause.)
+            for one in (second, second.__cause__):
+                if isinstance(one, EngineLost):
+                    self.engine.note_lost(one)
+                    break
             self.engine.note_torn(manifest, f"{describe(error)}; undo: {describe(second)}")
             add_note(error, f"the undo failed too ({describe(second)}); the engine is torn.")
             msg = (

@@ -638,6 +638,15 @@ class AdapterDriver(EngineDriver):
             self._wait_until_unused(self._next_known()[1][:1])
         super()._undo_on_ranks(of_other_driver=of_other_driver)
 
+    def finds_versions(self, *, take_over: bool) -> bool:
+        """Whether a rank holds a version of the adapter. See `TransactionalAdapter`."""
+        if take_over:
+            self.take_over()
+        else:
+            super()._ensure_session()
+        self._describe_ranks()
+        return bool(self._known[1] or self._partly)
+
     def drop_versions(self, timeout_s: float | None = None) -> None:
         """Take all versions out of the engine, when no request has one. See `TransactionalAdapter`.
 

@@ -284,6 +284,10 @@ class EngineDriver(TransactionalAdapter):
         self._end_left(replies)
         return is_new
 
+    def has_engine(self) -> bool:
+        """Whether all ranks are in this driver's session; they are asked."""
+        return bool(self._client.epoch) and self._has_session(self._describe_ranks())
+
     def leave(self) -> None:
         """Leave the engine to the next driver, which ends what is left half-way."""
         if self._client.epoch:

@@ -208,6 +208,22 @@ class TransactionalAdapter(ABC):
 
         """
 
+    def has_engine(self) -> bool:
+        """Whether the engine is this adapter's, and no other driver's; the engine is asked."""
+        return False
+
+    def finds_versions(self, *, take_over: bool) -> bool:  # noqa: ARG002 - most find nothing
+        """Whether the engine holds versions of the LoRA adapter that this installs, of any driver.
+
+        Args:
+            take_over: the engine's versions are taken from another driver that has them.
+
+        Raises:
+            SessionRefused: another driver has them, and they are not taken over.
+
+        """
+        return False
+
     def lora_request(self, version: int | None) -> Any:
         """What requests name a version by, where it is a LoRA adapter that this installs.
 

@@ -242,6 +242,7 @@ class RolloutActor:
 
         Raises:
             TornEngine: it may not answer.
+            EngineLost: its engine was gone when it was asked last.
             WeightBridgeUnavailableError: it has no verified version yet.
 
         """
@@ -255,6 +256,7 @@ class RolloutActor:
 
         Raises:
             TornEngine: it may not answer.
+            EngineLost: its engine was gone when it was asked last.
             WeightBridgeUnavailableError: it has no verified version yet.
 
         """

@@ -188,13 +188,17 @@ class RolloutEndpoint:
 
         Raises:
             TornEngine: it may not answer.
+            EngineLost: it was gone when it was asked last.
             WeightBridgeUnavailableError: it has no verified version yet.
 
         """
         holder = self._holder or self.executor  # this one raises: it has not joined
         holder.check_servable()
         version = holder.active_weight_version
-        assert version is not None  # what is servable has one
+        if version is None:  # an update in another thread has failed since the look before
+            holder.check_servable()
+            msg = f"rollout {self._worker!r} loses its version just now. Ask it again."
+            raise WeightBridgeUnavailableError(msg)
         return version
 
     @deferred_interrupts()

@@ -23,6 +23,7 @@ from rl_bridge.errors import (
     DeadlineExceeded,
     EngineLost,
     IncompatibleUpdate,
+    SessionRefused,
     StaleUpdate,
     UnknownUpdate,
     WeightBridgeUnavailableError,
@@ -126,13 +127,14 @@ class Rig:
         self.count = 0
 
     @contextmanager
-    def executor(self, *, keep: int = 2, timeout_s: float = WAIT_S) -> Iterator[RolloutExecutor]:
+    def executor(
+        self, *, keep: int = 2, timeout_s: float = WAIT_S, take_over: bool = True
+    ) -> Iterator[RolloutExecutor]:
         """An executor with a driver of its own."""
         client = Adapting(self.engine)
         client.timeout_s = timeout_s
-        with RolloutExecutor(
-            weight_install_adapter=Driver(client, self.front, keep), suspicious="off"
-        ) as made:
+        driver = Driver(client, self.front, keep, take_over=take_over)
+        with RolloutExecutor(weight_install_adapter=driver, suspicious="off") as made:
             yield made
 
     def publish(self, seed: int = 0, *, base_root: str = "", **given: int) -> WeightUpdateManifest:
@@ -177,13 +179,20 @@ class Rig:
 class Driver(EngineDriver):
     """Of the engine's weights, and of its adapters."""
 
-    def __init__(self, client: Adapting, front: Front, keep: int) -> None:
-        super().__init__(client, serving=FREEZE, options={}, take_over=True)
-        self._front, self._keep = front, keep
+    def __init__(
+        self, client: Adapting, front: Front, keep: int, *, take_over: bool = True
+    ) -> None:
+        super().__init__(client, serving=FREEZE, options={}, take_over=take_over)
+        self._front, self._keep, self._takes = front, keep, take_over
 
     def for_adapter(self, name: str) -> AdapterDriver:
         return AdapterDriver(
-            self.client, name, front_end=self._front, options={}, keep=self._keep, take_over=True
+            self.client,
+            name,
+            front_end=self._front,
+            options={},
+            keep=self._keep,
+            take_over=self._takes,
         )
 
 
@@ -321,6 +330,48 @@ def test_neither_an_adapter_nor_its_base_changes_under_the_other_once_both_are_p
         assert rig.engine.version == 1
 
 
+def test_an_adapter_that_a_driver_before_left_is_dropped_by_whoever_has_the_engine(
+    rig: Rig,
+) -> None:
+    with rig.executor() as before, rig.executor(take_over=False) as after:
+        first = base_of(rig, 1)
+        before.update_weights(first)
+        rig.update(before, base_root=first.root)  # and here its process would have died
+        second = base_of(rig, 2)
+        with pytest.raises(SessionRefused, match=r"recover\(\)"):
+            after.update_weights(second)
+        with pytest.raises(SessionRefused):
+            after.drop_adapter("policy")  # of a driver that may be alive
+        assert rig.offered == [1]
+        after.recover()
+        with pytest.raises(IncompatibleUpdate, match=r"drop_adapter\('policy'\)"):
+            after.update_weights(second)
+        number = rig.front.offered["policy"][0].number
+        rig.front.used = {number}
+        with pytest.raises(DeadlineExceeded):
+            after.drop_adapter("policy", timeout_s=0.0)
+        assert (after.adapter_version("policy"), rig.offered) == (None, [])
+        rig.front.used.clear()
+        after.drop_adapter("policy")
+        assert rig.held == set()
+        third = base_of(rig, 3)
+        after.update_weights(third)
+        rig.update(after, base_root=third.root)
+        assert (after.active_weight_version, after.adapter_version("policy")) == (3, 2)
+
+
+def test_an_adapter_that_the_engine_does_not_hold_is_not_dropped_and_leaves_no_trace(
+    rig: Rig,
+) -> None:
+    with rig.executor() as executor:
+        executor.update_weights(base_of(rig, 1))
+        for _ in range(2):
+            with pytest.raises(UnknownUpdate, match="'policy', expected one of \\[\\]"):
+                executor.drop_adapter("policy")
+    with RolloutExecutor() as alone, pytest.raises(UnknownUpdate):
+        alone.drop_adapter("policy")
+
+
 # ---- what a drop that does not end leaves --------------------------------------------------------
 
 
@@ -371,3 +422,36 @@ def test_no_version_is_claimed_of_an_engine_that_is_gone(rig: Rig) -> None:
         rig.engine.is_gone = False
         executor.recover()
         assert executor.adapter_version("policy") == 1
+
+
+@pytest.mark.parametrize("notices", ["weights", "adapter", "recover", "drop"])
+def test_a_loss_that_any_call_notices_is_one_of_all_versions_until_the_engine_answers(
+    rig: Rig, notices: str
+) -> None:
+    with rig.executor() as executor:
+        executor.update_weights(base_of(rig, 1))
+        rig.update(executor)
+        later = {"weights": base_of(rig, 2), "adapter": rig.publish()}
+        rig.engine.is_gone = True
+        with pytest.raises(EngineLost):
+            if notices == "recover":
+                executor.recover()
+            elif notices == "drop":
+                executor.drop_adapter("policy")
+            else:
+                executor.update_weights(later[notices])
+        assert (executor.active_weight_version, executor.adapter_version("policy")) == (None, None)
+        with pytest.raises(EngineLost, match=r"recover\(\)"):
+            executor.check_servable()
+        with pytest.raises(EngineLost, match=r"recover\(\)"):
+            executor.lora_request("policy")
+        rig.engine.is_gone = False
+        if notices == "adapter":
+            rig.update(executor)  # by the same engine's answer
+            assert executor.adapter_version("policy") == 3
+        else:
+            executor.recover()
+            assert executor.adapter_version("policy") == 1
+        assert executor.active_weight_version == 1
+        executor.check_servable()
+        assert executor.lora_request("policy").weight_version == executor.adapter_version("policy")
