@@ -507,11 +507,18 @@ class AdapterDriver(EngineDriver):
         self._partly: list[str] = []  # updates that only some ranks hold
         self._idle: frozenset[str] = frozenset()  # without a request at the last look
         self._is_ending = False  # a drop of all versions did not end
+        client.streams.add(self)
+        self._streams = client.streams  # this one, and those of the engine's other adapters
 
     @property
     def is_offered(self) -> bool:
         """Whether requests can ask for a version. See `TransactionalAdapter`."""
         return self._known[0] is not None
+
+    @property
+    def residents(self) -> tuple[Resident, ...]:
+        """The versions that every rank held at the last look, the newest first."""
+        return self._known[1]
 
     def resident(self, weight_version: int | None = None) -> Resident:
         """The version that new requests ask for, or another one that is still resident.
@@ -555,8 +562,13 @@ class AdapterDriver(EngineDriver):
         try:
             super().prepare(manifest, tensors)
         except SlotsExhausted as error:
+            residents = sorted(
+                (one for stream in self._streams for one in stream.residents),
+                key=lambda one: one.label,
+            )
+            error.add_note(f"rl_bridge: the places have {[one.label for one in residents]}.")
             held = self._front_end.adapters_held()
-            if labels := [one.label for one in self._known[1] if one.number in held]:
+            if labels := [one.label for one in residents if one.number in held]:
                 error.add_note(
                     f"rl_bridge: {labels} stay as long as somebody holds what lora_request() gave "
                     "for them. Let go of it."
@@ -579,7 +591,7 @@ class AdapterDriver(EngineDriver):
             self._partly = [one for one in self._partly if one != self._manifest.update_id]
         super().commit()
         try:
-            self.retire(self._keep)
+            self._retire_old()
         except Exception:  # noqa: BLE001 - logged in full
             # The version stands; what is left of older ones goes with the next update.
             _LOG.exception("older versions of adapter %s were not dropped", self.adapter)
@@ -618,6 +630,17 @@ class AdapterDriver(EngineDriver):
             self._client.ask("retire", update_ids=gone)
             self._partly = []
         return bool(gone)
+
+    def _retire_old(self) -> None:
+        """Free the places of versions beyond those that are kept.
+
+        There is a second look if the first one was the first that found them without a request: a
+        version that was active until now had none before.
+        """
+        self.retire(self._keep)
+        if any(one.update_id in self._idle for one in self.residents[self._keep :]):
+            time.sleep(_LOOK_S)
+            self.retire(self._keep)
 
     def _asked_for(self) -> AbstractSet[int]:
         """Ids of the versions that requests have, or may be sent for."""
@@ -690,9 +713,7 @@ class AdapterDriver(EngineDriver):
         """
         is_new = super().take_over()
         self._offer()
-        if len(self._known[1]) > self._keep and not self.retire(self._keep):
-            time.sleep(_LOOK_S)
-            self.retire(self._keep)
+        self._retire_old()
         return is_new
 
     def _offer(self) -> None:
@@ -704,11 +725,30 @@ class AdapterDriver(EngineDriver):
         if self._free:
             self.retire(len(self._known[1]))  # only a look
             return
+        if self._free_a_place():
+            return
         if self._front_end.adapters_held():
             gc.collect()  # objects that only each other hold, such as of a kept exception's frames
-        if not self.retire(1, most=1):
-            time.sleep(_LOOK_S)
-            self.retire(1, most=1)
+            self._free_a_place()  # the first of the two looks that find them gone
+        time.sleep(_LOOK_S)
+        self._free_a_place()
+
+    def _free_a_place(self) -> bool:
+        """Have a version go that is not active, of the adapter that has the most of them."""
+        # (Of two that have as many, the one that wants the place.)
+        streams = sorted(self._streams, key=lambda one: (-len(one.residents), one is not self))
+        return any(self.retire(1, most=1) if one is self else one.give_way() for one in streams)
+
+    def give_way(self) -> bool:
+        """Free a place for another adapter's next version; returns whether one is free now.
+
+        The active version stays, and so does one that a request has.
+        """
+        # (What is to be ended or undone is looked at by the call that does it.)
+        if self._manifest is not None or self._is_ending or len(self.residents) <= 1:
+            return False
+        # Another driver that has the adapter by now says itself which of its versions go.
+        return self.has_engine() and self.retire(1, most=1)
 
     def _describe_ranks(self) -> Replies:
         replies = super()._describe_ranks()

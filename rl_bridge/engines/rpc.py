@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 import traceback
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -74,6 +75,8 @@ class EngineClient(ABC):
         self.is_lost = False
         """Whether the ranks have refused this driver's session since its last commit: another
         driver has the engine, or had it, or the engine was started anew."""
+        self.streams: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Drivers of the adapters that are brought into the engine through this client."""
         self._calls = 0
 
     # ---- what each engine has in its own way ----------------------------------------------------

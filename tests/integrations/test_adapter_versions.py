@@ -24,6 +24,7 @@ from rl_bridge.errors import (
     EngineLost,
     IncompatibleUpdate,
     SessionRefused,
+    SlotsExhausted,
     StaleUpdate,
     UnknownUpdate,
     WeightBridgeUnavailableError,
@@ -40,9 +41,11 @@ _PATH = "base_model.model.layers.0.q_proj"
 class Slots(AdapterInstaller):
     """Places that hold a version's bytes."""
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Any, all_of_rank: "list[Slots]") -> None:
         super().__init__(base)
         self.held: dict[str, bytes] = {}
+        self.all = all_of_rank
+        all_of_rank.append(self)
 
     def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair]) -> None:
         """All is served."""
@@ -54,7 +57,8 @@ class Slots(AdapterInstaller):
         pairs: Sequence[LoRAPair],
         tensors: ImportedTensors,
     ) -> None:
-        assert len(self.held) < PLACES
+        if not self.free_places():
+            raise SlotsExhausted("no place is free. Let requests end.")
         self.held[version.update_id] = b"".join(one.numpy().tobytes() for one in tensors.values())
 
     def read(self, version: Resident) -> int:
@@ -67,7 +71,7 @@ class Slots(AdapterInstaller):
         self.held.pop(version.update_id, None)
 
     def free_places(self) -> int:
-        return PLACES - len(self.held)
+        return PLACES - sum(len(one.held) for one in self.all)
 
 
 class Front:
@@ -96,7 +100,10 @@ class Front:
 class Mortal(Engine):
     """An engine whose calls fail when it is gone."""
 
-    is_gone = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_gone = False
+        self.slots: list[Slots] = []
 
 
 class Adapting(Client):
@@ -111,7 +118,11 @@ class Adapting(Client):
         rank = base
         if name := payload.get("adapter"):
             host = base.host
-            rank = rank_of(host.model, lambda: AdapterHost(base, Slots), str(name))
+            rank = rank_of(
+                host.model,
+                lambda: AdapterHost(base, lambda of: Slots(of, self.engine.slots)),
+                str(name),
+            )
         reply: Reply = json.loads(json.dumps(answer(rank, verb, json.loads(json.dumps(payload)))))
         return [reply]
 
@@ -137,7 +148,9 @@ class Rig:
         with RolloutExecutor(weight_install_adapter=driver, suspicious="off") as made:
             yield made
 
-    def publish(self, seed: int = 0, *, base_root: str = "", **given: int) -> WeightUpdateManifest:
+    def publish(
+        self, seed: int = 0, *, base_root: str = "", name: str = "policy", **given: int
+    ) -> WeightUpdateManifest:
         self.count += 1
         draw = torch.Generator().manual_seed(seed)
         sizes = {"lora_A": (2, 8), "lora_B": (4, 2)}
@@ -146,7 +159,7 @@ class Rig:
             for word, size in sizes.items()
         }
         shapes = {name: tuple(one.shape) for name, one in pair.items()}
-        spec = AdapterSpec.inferred("policy", shapes, lora_alpha=4, base_root=base_root)
+        spec = AdapterSpec.inferred(name, shapes, lora_alpha=4, base_root=base_root)
         version = given.get("version", self.count)
         return self.trainer.publish(pair, weight_version=version, adapter=spec)
 
@@ -210,7 +223,7 @@ def rig() -> Iterator[Rig]:
 # ---- which stay ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [2, 3])
+@pytest.mark.parametrize("keep", [1, 2, 3])
 def test_as_many_versions_stay_as_the_user_wants_kept(rig: Rig, keep: int) -> None:
     with rig.executor(keep=keep) as executor:
         for _ in range(6):
@@ -238,6 +251,25 @@ def test_a_version_of_which_somebody_holds_a_request_stays_and_others_go(rig: Ri
         assert rig.offered == [5, 6]
         with pytest.raises(UnknownUpdate):
             executor.lora_request("policy", 1)
+
+
+def test_versions_that_one_adapter_keeps_give_way_to_another_adapter(rig: Rig) -> None:
+    with rig.executor(keep=9) as executor:
+        for _ in range(PLACES):
+            rig.update(executor)
+        for count in (1, 2):  # of all places, each has half in the end
+            rig.update(executor, name="other")
+            assert len(rig.offered) == PLACES - count
+        rig.update(executor, name="other")
+        assert (rig.offered, len(rig.front.offered["other"])) == ([3, 4], 2)
+        held = [*rig.front.offered["policy"], *rig.front.offered["other"]]
+        rig.front.used = {held[0].number, held[1].number}
+        rig.front.held = {one.number for one in held[2:]}
+        with pytest.raises(SlotsExhausted) as refused:
+            rig.update(executor, name="third")
+        notes = " ".join(refused.value.__notes__)
+        assert "['other@6', 'other@7', 'policy@3', 'policy@4']" in notes
+        assert "['other@6', 'other@7'] stay as long as" in notes
 
 
 def test_what_a_request_kept_goes_with_the_next_recovery_when_the_request_has_ended(
@@ -433,13 +465,14 @@ def test_a_loss_that_any_call_notices_is_one_of_all_versions_until_the_engine_an
         rig.update(executor)
         later = {"weights": base_of(rig, 2), "adapter": rig.publish()}
         rig.engine.is_gone = True
+        call = {
+            "weights": lambda: executor.update_weights(later["weights"]),
+            "adapter": lambda: executor.update_weights(later["adapter"]),
+            "recover": executor.recover,
+            "drop": lambda: executor.drop_adapter("policy"),
+        }[notices]
         with pytest.raises(EngineLost):
-            if notices == "recover":
-                executor.recover()
-            elif notices == "drop":
-                executor.drop_adapter("policy")
-            else:
-                executor.update_weights(later[notices])
+            call()
         assert (executor.active_weight_version, executor.adapter_version("policy")) == (None, None)
         with pytest.raises(EngineLost, match=r"recover\(\)"):
             executor.check_servable()
