@@ -1,7 +1,7 @@
 """Versions of an adapter in an engine: which stay, which are offered, and over which base."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
@@ -465,12 +465,13 @@ def test_a_loss_that_any_call_notices_is_one_of_all_versions_until_the_engine_an
         rig.update(executor)
         later = {"weights": base_of(rig, 2), "adapter": rig.publish()}
         rig.engine.is_gone = True
-        call = {
+        calls: dict[str, Callable[[], object]] = {
             "weights": lambda: executor.update_weights(later["weights"]),
             "adapter": lambda: executor.update_weights(later["adapter"]),
             "recover": executor.recover,
             "drop": lambda: executor.drop_adapter("policy"),
-        }[notices]
+        }
+        call = calls[notices]
         with pytest.raises(EngineLost):
             call()
         assert (executor.active_weight_version, executor.adapter_version("policy")) == (None, None)
