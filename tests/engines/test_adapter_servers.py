@@ -370,7 +370,16 @@ def test_directories_of_prime_rl_s_trainer_are_versions_of_one_adapter(
     with pytest.raises(WeightBridgeUnavailableError, match=r"1 of 1 servers.*is damaged"):
         asyncio.run(updated(0))
     assert adapted.engine.answers(model="by_files") == adapted.fresh[2]
-    assert told(adapted, "unload_lora_adapter", {"lora_name": "by_files"}) == (200, "ok")
+    unload: dict[str, object] = {"lora_name": "by_files"}
+    with ThreadPoolExecutor(1) as threads:
+        with paused(adapted.engine):  # so that the request cannot end
+            asked = threads.submit(adapted.engine.generate, PROMPTS[0], 30, model="by_files")
+            until(lambda: used(adapted), what="it is asked")
+            assert told(adapted, "unload_lora_adapter", {**unload, "timeout": 0.1})[0] == 503
+            with pytest.raises(WeightBridgeUnavailableError, match="is damaged"):
+                asyncio.run(updated(0))  # which does not make it forgotten: the engine has it
+        asked.result()
+    assert told(adapted, "unload_lora_adapter", unload) == (200, "ok")
 
 
 class PrimeTrainer:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -532,6 +533,22 @@ class _Stream:
             shutil.rmtree(self.written.pop(0), ignore_errors=True)
 
 
+@dataclass(slots=True)
+class _Files:
+    """Directories of PEFT that are one adapter's versions.
+
+    Attributes:
+        loader: installs them.
+        lock: of all that is done about it.
+        is_empty: whether no version of it was installed.
+
+    """
+
+    loader: LoRADiskLoader
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_empty: bool = True
+
+
 class PrimeRLRoutes:
     """An endpoint plugin of vLLM: adapters from parameter servers and from files, and their end.
 
@@ -548,7 +565,7 @@ class PrimeRLRoutes:
         self._models: Any = None
         self._guard = threading.Lock()  # of both tables below, never held while something waits
         self._streams: dict[str, _Stream] = {}  # by the adapter's name
-        self._loaders: dict[str, tuple[threading.Lock, LoRADiskLoader]] = {}
+        self._loaders: dict[str, _Files] = {}
 
     def attach_router(self, app: Any) -> None:
         """Add the routes, in development mode."""
@@ -649,17 +666,19 @@ class PrimeRLRoutes:
             if given.lora_name not in self._loaders:
                 adapter = VLLMEngineAdapter(self._client())
                 loader = LoRADiskLoader(adapter, adapter=given.lora_name)
-                self._loaders[given.lora_name] = threading.Lock(), loader
-            lock, loader = self._loaders[given.lora_name]
+                self._loaders[given.lora_name] = _Files(loader)
+            files = self._loaders[given.lora_name]
         request = {"names": [LORA_DISK_LOAD], "extras": [{"lora_disk_path": given.lora_path}]}
-        with lock:
+        with files.lock:
             try:
-                loader.load(request)
+                files.loader.load(request)
+                files.is_empty = False
             except BaseException:
-                if loader.executor.adapter_version(given.lora_name) is None:
+                # (One that is not offered may be in the engine: an unload of it did not end.)
+                if files.is_empty:
                     with self._guard:
                         self._loaders.pop(given.lora_name, None)
-                    loader.close()
+                    files.loader.close()
                 raise
 
     def _unload(self, lora_name: str, timeout_s: float) -> None:
@@ -671,10 +690,9 @@ class PrimeRLRoutes:
                 {*self._loaders, *(n for one in self._streams.values() for n in one.names)}
             )
         if files is not None:
-            lock, loader = files
-            with lock:
-                loader.executor.drop_adapter(lora_name, timeout_s=timeout_s)
-                loader.close()
+            with files.lock:
+                files.loader.executor.drop_adapter(lora_name, timeout_s=timeout_s)
+                files.loader.close()
                 with self._guard:
                     del self._loaders[lora_name]
             return
