@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
+from rl_bridge.engines.vllm.handed import Handed
 from rl_bridge.errors import (
     EngineLost,
     IncompatibleUpdate,
@@ -182,6 +183,21 @@ def test_an_update_that_finds_no_place_for_held_versions_says_so_and_lands_witho
     assert engine.asked(held.pop(0)) == engine.fresh[1]
     engine.executor.update_weights(manifest)
     assert engine.answers() == engine.fresh[2]
+
+
+def test_a_request_that_is_handed_out_equals_vllm_s_own_of_its_name() -> None:
+    from vllm.lora.request import LoRARequest
+
+    handed = Handed().hand("policy@1-ab", 7, "/rl_bridge/policy/ab")
+    again = Handed().hand("policy@1-ab", 7, "/rl_bridge/policy/ab")
+    own, other = LoRARequest("policy@1-ab", 7, "/a"), LoRARequest("policy@2-cd", 8, "/b")
+    for one in (own, again):
+        assert handed == one
+        assert one == handed
+        assert len({one, handed}) == 1
+    assert handed != other
+    assert other != handed
+    assert handed != "policy@1-ab"
 
 
 def test_a_request_for_a_version_that_was_dropped_is_refused_and_the_engine_serves_on(

@@ -6,7 +6,8 @@ engine: `AdapterGate` stands where every request of an ``LLM`` or an ``AsyncLLM`
 vLLM's table of requests under way. And a version is not dropped while somebody holds a request
 object of it, which he may still use: an episode of several turns has no request in between.
 
-A copy that was pickled is an object of its own, which nobody sees: asked too late, it is refused.
+A copy (out of a pickle, by ``copy.copy`` or by ``msgspec.structs.replace``) is an object of its
+own, which nobody sees: asked too late, it is refused.
 """
 
 import itertools
@@ -37,7 +38,15 @@ def handed_kind() -> type[Any]:
     def reduced(one: Any) -> Any:
         return plain_kind(), (one.lora_name, one.lora_int_id, one.lora_path)
 
+    def equals(one: Any, other: object) -> bool:
+        return isinstance(other, plain_kind()) and one.lora_name == other.lora_name
+
+    def hashed(one: Any) -> int:
+        return hash(one.lora_name)
+
+    # vLLM's own equality asks for an object of the left one's class, which a plain one is not.
     names = {"__module__": __name__, "__reduce__": reduced}
+    names |= {"__eq__": equals, "__hash__": hashed}
     kind: type[Any] = type("HandedRequest", (plain_kind(),), names, weakref=True)
     return kind
 
