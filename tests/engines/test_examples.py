@@ -1,5 +1,6 @@
 """The programs that the documentation shows for vLLM run as they stand."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "trainer_side.py"})
 SAYS = {
     "in_process.py": "\n3 [",
     "native.py": "vllm 1 released",
-    "train_a_lora.py": "\nversion 6: reward ",
+    "train_a_lora.py": "\nversion 12: reward ",
 }
 
 
@@ -30,3 +31,9 @@ def test_an_example_of_the_documentation_runs(example: Path, checkpoints: Checkp
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS[example.name] in done.stdout, done.stdout[-2000:]
+    if rewards := [
+        float(one) for one in re.findall(r"^version \d+: reward (.*)$", done.stdout, re.MULTILINE)
+    ]:
+        assert rewards[-1] > rewards[0] + 0.1, (
+            rewards
+        )  # (which draws come differs, not that they learn)

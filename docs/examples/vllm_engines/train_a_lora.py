@@ -11,7 +11,7 @@ from vllm import LLM, SamplingParams
 from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.vllm import VLLMEngineAdapter
 
-STEPS, SAMPLES, LENGTH, RANK = 6, 32, 16, 8
+STEPS, SAMPLES, LENGTH, RANK = 12, 32, 16, 8
 PROMPT = [1, 5, 9]
 
 
@@ -29,16 +29,19 @@ def loss_of(model: Any, tokens: torch.Tensor, reward: torch.Tensor) -> Any:
 
 
 def main(path: str) -> None:
+    # vLLM's LoRA kernels for CUDA take 16 bits; the trainer's LoRA stays in float32. On a CPU, vLLM
+    # would take nearly all memory for its cache.
+    dtype, cache = ("bfloat16", None) if torch.cuda.is_available() else ("float32", 1 << 30)
     llm = LLM(
         model=path,
         enable_lora=True,
         max_loras=4,  # the version that serves, the one before, the next; on a CPU one more
         max_lora_rank=RANK,
-        dtype="float32",
+        dtype=dtype,
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=512,
-        kv_cache_memory_bytes=64 << 20,
+        kv_cache_memory_bytes=cache,
     )
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
