@@ -12,6 +12,7 @@ weight-transfer backend is not used. An update that fails raises in the trainer,
 serves the version before. Names are those of TRL 1.16.
 """
 
+import atexit
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,8 +51,9 @@ class UpdatedEngine(Protocol):
 class BridgeWeightTransfer:
     """TRL's ``WeightTransferProtocol``: what ``AsyncGRPOTrainer(weight_transfer=...)`` takes.
 
-    The trainer's first sync is version 1, and each further one counts on, as its ``model_version``
-    does: that moves when `send_weights` returns, which is when the engine's proof was acknowledged.
+    The trainer's first sync is version 1, and each further one counts on. Its ``model_version``
+    moves when `send_weights` returns, which is when the engine's proof was acknowledged; a refused
+    version leaves it, and its number is not used again.
     Only the trainer's main process calls it.
 
     Attributes:
@@ -173,11 +175,12 @@ def bridged(
     For ``GRPOTrainer`` with ``use_vllm=True``, in both values of ``vllm_mode``, and other trainers
     that are made around TRL's ``VLLMGeneration``. In server mode the main process updates the
     server; colocated, each process updates its own engine, and if one refuses all processes raise.
-    ``trainer.vllm_generation.weight_transfer`` is the `BridgeWeightTransfer`; its engine is left
-    when it is destroyed, or with the process.
+    ``trainer.vllm_generation.weight_transfer`` is the `BridgeWeightTransfer`; a server is left to
+    the next trainer when it is destroyed, or when the process ends by itself.
 
     Args:
-        trainer_class: such as ``trl.GRPOTrainer``; made and used as ever.
+        trainer_class: such as ``trl.GRPOTrainer``; made and used as ever. Its constructor raises
+            ValueError without ``use_vllm=True``.
         bridge: as for `BridgeWeightTransfer`.
         engine_options: as for `BridgeWeightTransfer`.
 
@@ -252,7 +255,8 @@ class _BridgedGeneration:
                 self.vllm_client = self.trl_home.VLLMClient(
                     base_url=url, connection_timeout=self.server_timeout
                 )
-                self._use(self.vllm_client.base_url)
+                # The server outlives this process, and would wait for it.
+                atexit.register(self._use(self.vllm_client.base_url).destroy)
             self.accelerator.wait_for_everyone()
             return
         if self.tensor_parallel_size > 1 or self.enable_sleep_mode:
@@ -266,10 +270,10 @@ class _BridgedGeneration:
         super()._init_vllm()  # type: ignore[misc]  # TRL's
         self._use(self.llm)
 
-    def _use(self, engine: Any) -> None:
-        self.weight_transfer = BridgeWeightTransfer(
-            engine, bridge=self.bridge, **self.engine_options
-        )
+    def _use(self, engine: Any) -> BridgeWeightTransfer:
+        options = {"bridge": self.bridge, **self.engine_options}
+        self.weight_transfer = made = BridgeWeightTransfer(engine, **options)
+        return made
 
     def sync_weights(self) -> None:
         """Update the engine; every process calls it. See `BridgeWeightTransfer.send_weights`."""

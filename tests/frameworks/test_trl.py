@@ -224,7 +224,7 @@ def test_the_asynchronous_trainers_model_version_stays_where_an_update_is_refuse
     server: Served, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Silent:
-        """A rollout worker that is never started: the first update is refused."""
+        """A rollout worker that is never started: the update before is refused."""
 
         rollout_buffer = metrics_queue = None
         told: ClassVar[list[int]] = []
@@ -238,20 +238,23 @@ def test_the_asynchronous_trainers_model_version_stays_where_an_update_is_refuse
         def check_health(self, stale_after_s: float) -> None:
             pass
 
-    told = server.label()
+    trainer, transfer = asynchronous(
+        server, checkpoint, tmp_path, monkeypatch, rollout_worker=Silent()
+    )
+    trainer._sync_weight()
+    assert trainer.model_version == 1
+    held, told = transfer.engine.last_ack, server.label()
+    assert held is not None
     server.collective_rpc("plant_fault", ["exchange", 3])
     try:
-        trainer, transfer = asynchronous(
-            server, checkpoint, tmp_path, monkeypatch, rollout_worker=Silent()
-        )
         with pytest.raises(WeightBridgeError, match="planted at call"):
             trainer.train()
     finally:
         server.collective_rpc("uproot_fault")
-    assert trainer.model_version == 0
-    assert Silent.told == []
-    assert transfer.engine.last_ack is None
-    assert server.label() == told
+    assert trainer.model_version == 1
+    assert Silent.told == [1]
+    assert transfer.engine.last_ack is held
+    assert server.label() == told == f"1@{held.root}"
     assert not server.is_paused()
 
 

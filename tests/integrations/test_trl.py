@@ -1,5 +1,6 @@
 """TRL's seams without TRL: what a weight transfer promises, and how a class is bridged."""
 
+import atexit
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,9 +196,14 @@ def sending(home: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return home
 
 
-def test_a_server_is_updated_by_its_url_without_a_group_of_nccl(sending: ModuleType) -> None:
+def test_a_server_is_updated_by_its_url_without_a_group_of_nccl(
+    sending: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_end: list[object] = []
+    monkeypatch.setattr(atexit, "register", at_end.append)
     model = torch.nn.Linear(2, 2)
     generation = bridged(Trainer)(model).vllm_generation
+    assert at_end == [generation.weight_transfer.destroy]  # the next trainer finds no driver there
     assert sending.VLLMGeneration is Generation
     assert generation.weight_transfer.on == "http://127.0.0.1:9"
     generation.sync_weights()
