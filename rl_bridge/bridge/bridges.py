@@ -232,8 +232,8 @@ class FilesTensorBridge(TensorBridge):
 
         Raises:
             TypeError, ValueError: times that are no seconds above 0.
-            WeightBridgeUnavailableError: the time is over, and the last look could not read the
-                store; one that fails before is logged.
+            WeightBridgeUnavailableError: the first look could not read the store, or the time is
+                over and the last one could not; one that fails in between is logged.
 
         """
         assert isinstance(self._transport, Files)

@@ -446,15 +446,20 @@ def test_a_watcher_outlives_looks_that_fail_and_says_so_at_the_end(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with files(run, keep_last=9) as trainer, files(run) as reader:
-        for version in (1, 2):
-            publish(trainer, version)
+        publish(trainer, 1)
+        watched = reader.watch(timeout_s=60, every_s=0.01)
+        assert next(watched).weight_version == 1
+        publish(trainer, 2)
         with monkeypatch.context() as patched:
             fail_on_marker(patched, errno.EIO, times=2)
-            watched = reader.watch(timeout_s=60, every_s=0.01)
             assert next(watched).weight_version == 2
+        watched = reader.watch(timeout_s=0.05, every_s=0.01)
+        assert next(watched).weight_version == 2
         fail_on_marker(monkeypatch, errno.EIO)
         with pytest.raises(WeightBridgeUnavailableError, match="Input/output error"):
-            next(reader.watch(timeout_s=0.05, every_s=0.01))
+            next(watched)
+        with pytest.raises(WeightBridgeUnavailableError, match="Input/output error"):
+            next(reader.watch(timeout_s=60, every_s=0.01))
 
 
 def test_a_marker_that_was_replaced_where_nfs_looked_is_read_when_it_is_opened_again(

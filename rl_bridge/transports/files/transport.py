@@ -287,8 +287,8 @@ class Files(Transport):
         """Yield the newest version, and each one that is newer when it is looked for.
 
         Raises:
-            WeightBridgeUnavailableError: the time is over, and the last look could not read the
-                store.
+            WeightBridgeUnavailableError: the first look could not read the store, or the time is
+                over and the last one could not.
 
         """
 

@@ -43,7 +43,8 @@ def watch(
     A version that was yielded is not yielded again, nor an older one of its publisher: it becomes
     the newest where the version after it is withdrawn.
 
-    A look that fails is logged, and the next one may succeed: a trainer's file system comes back.
+    A look that fails is logged once one succeeded: a trainer's file system may come back. The first
+    one raises, since it may as well be the wrong place.
 
     Args:
         newest: looks, and gives the newest version.
@@ -52,21 +53,26 @@ def watch(
         every_s: the longest time between two looks.
 
     Raises:
-        WeightBridgeUnavailableError: the time is over, and the last look failed.
+        WeightBridgeUnavailableError: the first look failed, or the time is over, and the last one
+            did.
 
     """
     seen: set[str] = set()
     last: WeightUpdateManifest | None = None
     until = time.monotonic() + timeout_s
     bell: _Bell | None = None
+    has_looked = False
     try:
         while True:
             found, failure = None, None
             try:
                 found = newest()
             except WeightBridgeUnavailableError as error:
+                if not has_looked:
+                    raise
                 _LOG.warning("looking for new versions failed, and is tried again: %s", error)
                 failure = error
+            has_looked = True
             if found is not None and found.update_id not in seen and _is_newer(found, last):
                 seen.add(found.update_id)
                 last = found
