@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -52,6 +53,13 @@ def pytest_collection_finish() -> None:
 
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # to import this tree
         processes.start_server()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interrupts_are_heard() -> Iterator[None]:
+    """A test that left interrupts ignored would have a later one wait for its own in vain."""
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.fixture(scope="module", autouse=True)

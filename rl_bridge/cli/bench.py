@@ -3,7 +3,6 @@
 import ctypes
 import os
 import platform
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -228,8 +227,6 @@ class Consumer:
 
     def __init__(self) -> None:
         """Hold no engine yet."""
-        # Ctrl-C reaches both processes: the publisher ends this one.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._way: Way = "copy"
         self._bridge: SharedMemoryTensorBridge | None = None
         self._executor: RolloutExecutor | None = None

@@ -6,7 +6,6 @@ bridge hands over.
 """
 
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -170,8 +169,6 @@ class RolloutWorker:
 
 def _serve(worker: type[RolloutWorker], config: RolloutConfig) -> RolloutWorker:
     """Make the worker in a process of its own, which prints into its log from now on."""
-    # Ctrl-C reaches the whole group: the trainer decides, and ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if config.engine_log:
         with Path(config.engine_log).open("wb") as file:
             for descriptor in (1, 2):  # what C libraries print, too

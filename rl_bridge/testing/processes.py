@@ -171,6 +171,8 @@ def _settle_in(environment: dict[str, str], *outputs: Any) -> None:
 
 
 def _serve_settled(_: _Surroundings, *given: Any) -> None:
+    # Ctrl-C reaches the whole process group: the parent decides what it means, and ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(*given)
 
 
@@ -206,7 +208,7 @@ def _describe(error: Exception) -> list[Any]:
 
 
 class Child:
-    """A process that serves one object; its methods are called with `call`.
+    """A process that serves one object; its methods are called with `call`. It ignores Ctrl-C.
 
     Use as a context manager: whatever still runs at the end is killed, before any assertion of the
     caller's can be skipped over.
