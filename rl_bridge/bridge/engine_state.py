@@ -190,8 +190,9 @@ class EngineState:
             self._superseded[str(self.update_id)] = None
         self.active, self.update_id, self.weights = manifest, manifest.update_id, weights
         self.changing, self._is_taken = None, False
-        # An engine that was started anew in between holds nothing of the other streams.
-        self._note_answer(is_same=not self.adapter.is_overtaken)
+        if self.losses.count:
+            # An engine that was started anew in between holds nothing of the other streams.
+            self._note_answer(is_same=not self.adapter.is_overtaken)
         self.torn_by.pop(manifest.update_id, None)
         steps: dict[str, Callable[[], object]] = {"undo": self.note_healed, "commit": self._commit}
         for update_id in self._superseded:

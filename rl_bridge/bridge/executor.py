@@ -145,9 +145,10 @@ class RolloutExecutor:
 
         """
         with self._exclusively("update_weights", manifest):
+            manifest = WeightUpdateManifest.of(manifest, caller="update_weights")
             if (engine := self._offered_again(manifest)) is not None:
                 return engine.weights
-            update = self._begin("update_weights", manifest)
+            update = self._begin(manifest)
             update.run(update.bring, update.stage, update.install, update.activate)
             self._acknowledged = update.engine
             self._pending = None
@@ -169,9 +170,8 @@ class RolloutExecutor:
                 self._check_open()
                 yield
 
-    def _begin(self, caller: str, given: object) -> Transaction:
+    def _begin(self, manifest: WeightUpdateManifest) -> Transaction:
         """A new update, after whatever came before it has ended."""
-        manifest = WeightUpdateManifest.of(given, caller=caller)
         self._give_up_pending()
         spec = manifest.adapter
         engine = self._engine if spec is None else self._lora_state(spec.name)
@@ -223,9 +223,8 @@ class RolloutExecutor:
             if engine.changing is not None:
                 engine.note_torn(engine.changing, "an interrupt stopped its install")
 
-    def _offered_again(self, given: object) -> EngineState | None:
+    def _offered_again(self, manifest: WeightUpdateManifest) -> EngineState | None:
         """The engine of a version that it holds and did not offer, and offers now; None if not."""
-        manifest = WeightUpdateManifest.of(given, caller="update_weights")
         engine = None if manifest.adapter is None else self._lora.get(manifest.adapter.name)
         if engine is None or engine.update_id != manifest.update_id or _is_offered(engine):
             return None
@@ -541,7 +540,7 @@ class TwoPhaseExecutor(RolloutExecutor):
 
         """
         with self._exclusively("import_weights", manifest):
-            update = self._begin("import_weights", manifest)
+            update = self._begin(WeightUpdateManifest.of(manifest, caller="import_weights"))
             update.run(update.bring_all)
             return update.tensors
 

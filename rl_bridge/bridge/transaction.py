@@ -169,7 +169,8 @@ class Transaction:
         self.tensors = self._consumer.import_update(manifest, scope=self._scope)
         if not self._imports_itself and isinstance(self.tensors, ImportedTensors):
             self.installed = manifest = self.tensors.manifest or manifest
-        self.engine.watch.judge(self._suspicious, manifest)
+        if self._suspicious is not Policy.OFF:
+            self.engine.watch.judge(self._suspicious, manifest)
 
     def bring_all(self) -> None:
         """Do what `bring` does, and verify the bytes here whatever the engine does."""
@@ -216,7 +217,8 @@ class Transaction:
     def activate(self) -> None:
         """Make the acknowledged update the active one, and release what was before."""
         self.engine.activate(self.installed, self.tensors)
-        self.engine.watch.note(self._suspicious, self.installed)
+        if self._suspicious is not Policy.OFF:
+            self.engine.watch.note(self._suspicious, self.installed)
         self.engine.last_ack = ack = self._acknowledgement()
         self.step = Step.OVER
         total = ack.timings_ms.get("total", 0.0)

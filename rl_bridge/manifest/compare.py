@@ -78,6 +78,7 @@ class _Stream:
             it did not. Empty before the second update of a layout.
         has_changed: by tensor: any update changed it.
         is_told: by tensor: it fell silent, and somebody was told.
+        compared: the id of the update that was compared last, and which tensors it changes.
 
     """
 
@@ -88,6 +89,13 @@ class _Stream:
     runs: _Counts = field(default_factory=lambda: np.zeros(0, np.int64))
     has_changed: _Flags = field(default_factory=lambda: np.zeros(0, bool))
     is_told: _Flags = field(default_factory=lambda: np.zeros(0, bool))
+    compared: tuple[str, _Flags | None] = ("", None)
+
+    def changed(self, update: WeightUpdateManifest) -> _Flags | None:
+        """Which tensors the update changes: compared once, to be judged and to be noted."""
+        if self.compared[0] != update.update_id:
+            self.compared = (update.update_id, _changed(self.latest, update))
+        return self.compared[1]
 
     def add_root(self, update: WeightUpdateManifest) -> None:
         """Note the root of an update; beyond a bound, that of the second oldest is forgotten."""
@@ -127,7 +135,7 @@ class Watch:
             return
         if before.latest.publisher_id != update.publisher_id:
             return  # another run may begin with what the engine holds
-        changed = _changed(before.latest, update)
+        changed = before.changed(update)
         is_idle = _is_idle(before.latest, update, changed)
         findings = []
         # Once in a row; before anything was learned, the first one is usual: a warm-up begins with
@@ -164,7 +172,7 @@ class Watch:
 
     @staticmethod
     def _add(stream: _Stream, update: WeightUpdateManifest) -> None:
-        changed = _changed(stream.latest, update)
+        changed = stream.changed(update)
         is_idle = _is_idle(stream.latest, update, changed)
         stream.num_idle = stream.num_idle + 1 if is_idle else 0
         stream.is_old = not is_idle and update.root in stream.roots
