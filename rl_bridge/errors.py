@@ -48,8 +48,10 @@ An exception raised by a user's adapter or engine comes out unchanged in type an
 added; only if the undo failed too, it is the cause of a `TornEngine`.
 """
 
+import difflib
 import errno
 import logging
+from collections.abc import Iterable
 
 __all__ = [
     "BadSegmentName",
@@ -332,6 +334,12 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(f"rl_bridge: {note}")
     except Exception:  # noqa: BLE001 - the user's own exception must come out all the same
         _LOG.info("%s (%s takes no notes)", note, type(error).__name__)
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or nothing."""
+    near = difflib.get_close_matches(str(given), list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def describe(error: BaseException) -> str:

@@ -1,17 +1,17 @@
 """What users hand to a bridge: checked where it arrives, and brought to one form."""
 
-import difflib
 import inspect
 import logging
 import operator
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from rl_bridge.assembly.wanted import Wanted, WantedLayout
-from rl_bridge.errors import BridgeClosed, ForeignTransport, MalformedManifest
+from rl_bridge.errors import BridgeClosed, ForeignTransport, MalformedManifest, did_you_mean
 from rl_bridge.lifecycle import Observer
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.group import GROUP, GroupManifest
@@ -23,6 +23,7 @@ UpdateRef = str | WeightUpdateManifest
 """What names an update: its id, its manifest, or the manifest's JSON text."""
 
 _MAX_RANK = 2**63 - 1
+_ID = re.compile("[0-9a-f]{32}")
 
 # Every bridge takes these, whatever its transport.
 _OWN_OPTIONS = (
@@ -40,10 +41,13 @@ def as_update(given: object, *, caller: str) -> UpdateRef:
     """
     if isinstance(given, WeightUpdateManifest):
         return given
-    if isinstance(given, str):
-        return WeightUpdateManifest.from_json(given) if given.startswith("{") else given
+    if isinstance(given, str) and given.startswith("{"):
+        return WeightUpdateManifest.from_json(given)
+    if isinstance(given, str) and _ID.fullmatch(given):
+        return given
+    what = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
     msg = (
-        f"{caller} got a {type(given).__name__}, expected an update's id or its manifest. Pass "
+        f"{caller} got {what}, expected an update's id or its manifest. Pass "
         "what publish returned, or its update_id."
     )
     raise MalformedManifest(msg)
@@ -110,17 +114,20 @@ def checked_wanted(given: object) -> Wanted | WantedLayout | None:
     )
 
 
-def check_options(kind: type[Transport], options: Iterable[str]) -> None:
+def check_options(kind: type[Transport], options: Collection[str]) -> None:
     """Check the names of a transport's options."""
     known = _option_names(kind)
     unknown = [name for name in options if known is not None and name not in known]
     for name in unknown:
-        near = difflib.get_close_matches(name, [*(known or ()), *_OWN_OPTIONS], n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, [*(known or ()), *_OWN_OPTIONS])
         raise TypeError(
             f"{name!r} is no option of transport {kind.name!r}.{hint} Its options: "
             f"{', '.join(known or ()) or 'none'}; of every bridge: {', '.join(_OWN_OPTIONS)}."
         )
+    for name, parameter in inspect.signature(kind).parameters.items():
+        is_required = parameter.default is parameter.empty
+        if parameter.kind is parameter.KEYWORD_ONLY and is_required and name not in options:
+            raise TypeError(f"transport {kind.name!r} needs its option {name}=.")
 
 
 def _option_names(kind: type[Transport]) -> list[str] | None:

@@ -1,5 +1,6 @@
 """`TensorBridge`: a publisher and a consumer over one transport, behind one object."""
 
+import logging
 import os
 import threading
 import weakref
@@ -35,6 +36,8 @@ from rl_bridge.memory.passes import checked_count, checked_threads
 from rl_bridge.trainers.state_dict import Source
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import transport_class
+
+_LOG = logging.getLogger(__name__)
 
 
 class TensorBridge:
@@ -385,7 +388,7 @@ class TensorBridge:
 
     @deferred_interrupts()
     def release(self, update_id: UpdateRef) -> None:
-        """Release an update on whichever side knows it. Idempotent; unknown ids are ignored.
+        """Release an update on whichever side knows it. Idempotent; an unknown id is logged.
 
         Raises:
             MalformedManifest: what is given names no update.
@@ -393,10 +396,22 @@ class TensorBridge:
         """
         published_id = self._published_id(update_id, caller="release")
         update_id = update_id_of(update_id, caller="release")
+        if self._is_unknown(update_id, published_id):
+            _LOG.warning(
+                "release: this bridge of %r knows no update %s, so it released nothing. It is "
+                "another bridge's, or was released long ago.",
+                self.source_worker,
+                update_id,
+            )
         if self._consumer is not None:
             self._consumer.release(update_id)
         if self._publisher is not None:
             self._publisher.release(published_id)
+
+    def _is_unknown(self, update_id: str, published_id: str) -> bool:
+        return (self._consumer is None or self._consumer.state(update_id) is None) and (
+            self._publisher is None or self._publisher.state(published_id) is None
+        )
 
     def update_status(self, update_id: UpdateRef) -> str:
         """One of the words: published, imported, acknowledged, rejected, released.

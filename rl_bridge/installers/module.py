@@ -29,6 +29,7 @@ from rl_bridge.errors import (
     SegmentError,
     WeightBridgeError,
     WeightBridgeUnavailableError,
+    did_you_mean,
 )
 from rl_bridge.installers.base import (
     Engine,
@@ -469,7 +470,8 @@ class ModuleInstallAdapter(TransactionalAdapter):
 
         """
         if not isinstance(mode, str) or mode not in _MODES:
-            msg = f"mode {mode!r}: expected one of {sorted(_MODES)}"
+            hint = did_you_mean(mode, _MODES)
+            msg = f"mode {mode!r}: expected one of {sorted(_MODES)}.{hint}"
             raise ValueError(msg)
         self.mode = mode
         self._quiesce = checked_quiesce(quiesce)

@@ -255,9 +255,11 @@ class Manifest(Frozen):
             if kind.is_text(found):
                 return kind.from_json(found)
         if not cls.is_text(found):
+            cut = " and was cut off" if cls._prefix().startswith(found) else ""
             msg = (
-                f"this is no {cls.KIND} of format {cls.FORMAT}: it starts with {found[:48]!r}. "
-                f"{RESEND} Both sides need the same rl_bridge release."
+                f"this is no {cls.KIND} of format {cls.FORMAT}: it starts with {found[:48]!r}"
+                f"{cut}. Send what to_json() gave, as it is (of a file its text, "
+                "Path(...).read_text()), with the same rl_bridge release on both sides."
             )
             raise MalformedManifest(msg)
         at = len(cls._prefix())
@@ -344,7 +346,7 @@ class Manifest(Frozen):
         if not rest.startswith(_LAYOUT_KEY) or not rest.endswith("}"):
             msg = (
                 f"after the {cls.KIND}'s header stands {rest[:32]!r}, expected its layout or the "
-                f"end. {RESEND}"
+                f"end: it was changed or cut off. {RESEND}"
             )
             raise MalformedManifest(msg)
         text = rest[len(_LAYOUT_KEY) : -1]
@@ -470,7 +472,8 @@ class WeightUpdateManifest(Manifest):
             return cls.from_json(given)
         msg = (
             f"{caller} got a {type(given).__name__}, expected a WeightUpdateManifest or its JSON. "
-            "Pass what publish returned, or the text of its to_json()."
+            "Pass what publish returned, or the text of its to_json(): of a file, "
+            "Path(...).read_text()."
         )
         raise MalformedManifest(msg)
 

@@ -22,6 +22,7 @@ from rl_bridge.errors import (
     IncompatibleUpdate,
     MalformedManifest,
     WeightBridgeUnavailableError,
+    did_you_mean,
 )
 from rl_bridge.manifest.columns import Blocks, ColumnBlocks
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LENGTH_NBYTES, digests_differ
@@ -86,7 +87,10 @@ def _check_trainable(trainable: frozenset[str], tensors: Mapping[str, torch.Tens
         raise IncompatibleUpdate(msg)
     unknown = sorted(trainable - tensors.keys())
     if unknown:
-        msg = f"trainable names tensors that the update does not hold: {unknown[:5]}."
+        msg = (
+            f"trainable names tensors that the update does not hold: {unknown[:5]}, expected some "
+            f"of its {len(tensors)} names.{did_you_mean(unknown[0], tensors)}"
+        )
         raise IncompatibleUpdate(msg)
 
 

@@ -5,6 +5,7 @@ or a mapping that this process holds as a whole, and reads it in every update.
 """
 
 import logging
+import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,12 @@ def _checked(source: Source) -> dict[str, torch.Tensor]:
         items: Iterable[tuple[object, object]] = source.state_dict(keep_vars=True).items()
     elif isinstance(source, Mapping | WeightChunk):
         items = source.items()
+    elif isinstance(source, str | os.PathLike):
+        msg = (
+            f"cannot publish the path {os.fspath(source)!r}, expected a module or a state dict. "
+            "Load it first, such as by safetensors.torch.load_file(path)."
+        )
+        raise IncompatibleUpdate(msg)
     elif isinstance(source, torch.Tensor) or not isinstance(source, Iterable):
         msg = (
             f"cannot publish a {type(source).__name__}, expected a module, a state dict or chunks "
@@ -116,7 +123,8 @@ def _pairs(source: Iterable[object]) -> Iterable[tuple[object, object]]:
             yield item
         else:
             msg = (
-                f"cannot publish a {type(item).__name__}, expected (name, tensor) pairs or chunks."
+                f"cannot publish a {type(item).__name__}, expected (name, tensor) pairs or "
+                "chunks. Pass the model itself, or its state dict."
             )
             raise IncompatibleUpdate(msg)
 

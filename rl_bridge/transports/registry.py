@@ -8,13 +8,12 @@ Two transports can do more than the seam asks for: `Broadcast.init_info`, `NIXL.
 what they give.
 """
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
-from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.errors import WeightBridgeUnavailableError, did_you_mean
 from rl_bridge.transports.base import Availability, Transport
 from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
@@ -129,9 +128,8 @@ def canonical_name(name: str) -> str:
         raise WeightBridgeUnavailableError(msg)
     short = [alias for alias in ALIASES if alias not in _OLDER_NAMES]
     known = [*TRANSPORTS, *short]
-    near = difflib.get_close_matches(str(name).lower().replace("_", "-"), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    msg = f"unknown weight bridge transport {name!r}, expected one of: {', '.join(known)}{hint}"
+    hint = did_you_mean(str(name).lower().replace("_", "-"), known)
+    msg = f"unknown weight bridge transport {name!r}, expected one of: {', '.join(known)}.{hint}"
     raise WeightBridgeUnavailableError(msg)
 
 

@@ -182,7 +182,7 @@ def _options(name: str, value: object) -> dict[str, Any]:
 )
 def test_an_unknown_option_names_those_there_are(option: str, meant: str) -> None:
     with pytest.raises(
-        TypeError, match=rf"'{option}' is no option.*Did you mean {meant}\?"
+        TypeError, match=rf"'{option}' is no option.*Did you mean '{meant}'\?"
     ) as told:
         make_weight_bridge("shared-memory", **_options(option, 3))
     for known in ("directory", "max_consumers", "max_slots", "num_threads", "state_dir"):
@@ -196,7 +196,7 @@ def test_an_unknown_option_names_those_there_are(option: str, meant: str) -> Non
     ("given", "meant"), [("SHM", "shm"), ("shared_memory", "shared-memory"), ("Local", "local")]
 )
 def test_a_misspelt_transport_is_recognised(given: str, meant: str) -> None:
-    with pytest.raises(WeightBridgeUnavailableError, match=f"{given!r}.*did you mean {meant!r}"):
+    with pytest.raises(WeightBridgeUnavailableError, match=f"{given!r}.*Did you mean {meant!r}"):
         make_weight_bridge(given)
 
 
@@ -284,7 +284,7 @@ def test_an_option_of_nixl_of_a_wrong_type_is_named(option: str, value: object) 
     [
         ({"transports": 5}, "expected name of a transport"),
         ({"transports": {"nixl": 5}}, "expected name of a transport"),
-        ({"transports": {"nixl": {"prot": 1}}}, "Did you mean port"),
+        ({"transports": {"nixl": {"prot": 1}}}, "Did you mean 'port'"),
         ({"wanted": 5}, "wanted=5"),
     ],
     ids=["transports", "options", "option", "wanted"],

@@ -87,6 +87,24 @@ def test_rejecting_twice_keeps_the_first_reason(
     assert consumer.rejection_reason(manifest.update_id) == "first"
 
 
+def test_a_release_of_an_update_that_is_another_bridges_says_that_it_released_nothing(
+    publisher: TensorBridge, consumer: TensorBridge, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = publish(publisher, 1)
+    consumer.release(manifest)
+    assert f"knows no update {manifest.update_id}, so it released nothing" in caplog.text
+    caplog.clear()
+    publisher.release(manifest)
+    publisher.release(manifest)
+    assert "released nothing" not in caplog.text
+
+
+@pytest.mark.parametrize("given", ["v1", "", "0" * 31, "G" * 32])
+def test_text_that_is_no_updates_id_is_refused(publisher: TensorBridge, given: str) -> None:
+    with pytest.raises(MalformedManifest, match="expected an update's id or its manifest"):
+        publisher.release(given)
+
+
 def test_fine_steps_of_an_unknown_update_are_refused(consumer: TensorBridge) -> None:
     end = consumer.consumer
     with pytest.raises(UnknownUpdate, match="cannot stage update: unknown weight update x"):

@@ -93,6 +93,8 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "a-tensor": (torch.ones(3), {}, IncompatibleUpdate, "cannot publish a Tensor"),
     "name": ({3: torch.ones(2)}, {}, IncompatibleUpdate, "tensor name 3 is a int"),
     "value": ({"w": [1.0]}, {}, IncompatibleUpdate, "'w' is a list, expected a tensor"),
+    "a-path": ("w.safetensors", {}, IncompatibleUpdate, "path 'w.safetensors'.*Load it first"),
+    "parameters": ([torch.nn.Parameter(torch.ones(1))], {}, IncompatibleUpdate, "Pass the model"),
     "no-pair": ([("w",)], {}, IncompatibleUpdate, "cannot publish a tuple, expected"),
     "twice": (
         [("w", torch.ones(1)), ("w", torch.ones(1))],
@@ -127,6 +129,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "multi-node/RDMA weight transport is not implemented",
     ),
     "trainable": (None, {"trainable": ["x"]}, IncompatibleUpdate, r"does not hold: \['x'\]"),
+    "misspelt": (None, {"trainable": ["wieght"]}, IncompatibleUpdate, "some of its"),
 }
 
 

@@ -73,7 +73,7 @@ def test_a_transport_that_nobody_serves_yet_answers_with_the_known_sentence(name
 
 
 def test_a_name_that_is_wrong_is_no_other_transport() -> None:
-    with pytest.raises(WeightBridgeUnavailableError, match="did you mean 'shared-memory'"):
+    with pytest.raises(WeightBridgeUnavailableError, match="Did you mean 'shared-memory'"):
         make_weight_bridge("shared_memory")
 
 

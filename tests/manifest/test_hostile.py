@@ -57,6 +57,8 @@ def test_the_text_before_it_is_damaged_is_fine() -> None:
 CASES: dict[str, tuple[Callable[[str], str], str]] = {
     "empty": (lambda _: "", "no manifest of format rl_bridge.manifest/3"),
     "not-json": (lambda _: "weights.safetensors", "no manifest of format"),
+    "cut-off": (lambda t: t[:30], "and was cut off"),
+    "a-path": (lambda _: "/mnt/run/manifest.json", "Path.*read_text"),
     "other-format": (lambda t: t.replace("manifest/3", "manifest/4"), "same rl_bridge release"),
     "no-format": (lambda t: "{" + t[t.index('"header"') :], "no manifest of format"),
     "leading-space": (lambda t: " " + t, "no manifest of format"),

@@ -103,7 +103,8 @@ class DirectoryStore(VersionStore):
             marker = _read_marker(self.root / name)
             if marker is not None:
                 found.append(StoredVersion(name, marker))
-        return sorted(found, key=lambda one: one.marker.sequence)
+        # Two ranks that could not see each other's markers may have used one number.
+        return sorted(found, key=lambda one: (one.marker.sequence, one.name))
 
     def damaged(self) -> list[str]:
         """See `VersionStore.damaged`."""

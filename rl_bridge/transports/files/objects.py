@@ -302,7 +302,7 @@ class ObjectStore(VersionStore):
         for text in self._markers().values():
             with contextlib.suppress(ValidationError):
                 found.append(Marker.model_validate_json(text))
-        return sorted(found, key=lambda one: one.sequence)
+        return sorted(found, key=lambda one: (one.sequence, one.rank))
 
     def visible(self) -> list[StoredVersion]:
         """See `VersionStore.visible`."""
