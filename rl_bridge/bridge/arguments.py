@@ -124,6 +124,10 @@ def check_options(kind: type[Transport], options: Collection[str]) -> None:
             f"{name!r} is no option of transport {kind.name!r}.{hint} Its options: "
             f"{', '.join(known or ()) or 'none'}; of every bridge: {', '.join(_OWN_OPTIONS)}."
         )
+
+
+def require_options(kind: type[Transport], options: Collection[str]) -> None:
+    """Refuse to make a transport without an option that it cannot do without."""
     for name, parameter in inspect.signature(kind).parameters.items():
         is_required = parameter.default is parameter.empty
         if parameter.kind is parameter.KEYWORD_ONLY and is_required and name not in options:

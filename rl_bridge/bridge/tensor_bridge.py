@@ -20,6 +20,7 @@ from rl_bridge.bridge.arguments import (
     checked_wanted,
     checked_worker,
     in_a_child,
+    require_options,
     update_id_of,
 )
 from rl_bridge.bridge.consumer import Consumer
@@ -158,6 +159,7 @@ class TensorBridge:
     def _make_transport(self, options: Mapping[str, object]) -> Transport:
         kind = transport_class(self.transport)
         check_options(kind, options)
+        require_options(kind, options)
         return kind.create(**options)
 
     # ---- publishing -----------------------------------------------------------------------------

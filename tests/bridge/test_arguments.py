@@ -189,6 +189,11 @@ def test_an_unknown_option_names_those_there_are(option: str, meant: str) -> Non
         assert known in str(told.value)
 
 
+def test_an_option_that_a_transport_cannot_do_without_is_named() -> None:
+    with pytest.raises(TypeError, match="'files' needs its option url="):
+        make_weight_bridge("files")
+
+
 # ---- transports ---------------------------------------------------------------------------------
 
 
