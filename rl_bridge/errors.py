@@ -6,6 +6,7 @@ The tree::
     ├── WeightBridgeUnavailableError      this machine, transport or engine cannot do it ("blocked")
     │   ├── TransportUnavailable          a transport is blocked, with cause and remedy
     │   ├── CertificateRefused            TLS: a certificate is expired, foreign, or another host's
+    │   ├── EngineAsleep                  the engine's weights are not in memory: wake it first
     │   ├── SignatureRefused              a request or answer over HTTP without the right key
     │   └── TransferTimeout               (DeadlineExceeded too) bytes did not arrive in time
     ├── WeightManifestValidationError     manifest or bytes are not what they claim
@@ -62,6 +63,7 @@ __all__ = [
     "DigestMismatch",
     "DriverError",
     "DuplicateTensorName",
+    "EngineAsleep",
     "EngineLost",
     "ForeignTransport",
     "GroupAborted",
@@ -258,6 +260,10 @@ class EngineLost(WeightBridgeError):
     The way out is a fresh engine, which gets the current version before it serves. If the engine
     lives and only refuses this driver, that is a `SessionRefused`, which has another way out.
     """
+
+
+class EngineAsleep(WeightBridgeUnavailableError):
+    """The engine sleeps and has its weights elsewhere, or nowhere: it must be woken first."""
 
 
 class SessionRefused(EngineLost):

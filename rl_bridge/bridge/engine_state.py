@@ -371,7 +371,7 @@ class EngineState:
         if self._is_taken:
             return (
                 "the engine holds nothing of this executor's any more: another driver has updated "
-                "it, or it was started anew."
+                "it, it was started anew, or it threw its weights away to sleep."
             )
         if self.active is None:
             return "this executor has installed nothing yet."

@@ -374,15 +374,30 @@ class RolloutExecutor:
         return engine
 
     def check_servable(self) -> None:
-        """Tell whether the engine may answer requests.
+        """Tell whether the engine may answer requests. One that can sleep is asked.
 
         Raises:
             TornEngine: it may not.
             EngineLost: it was gone when it was asked last.
-            WeightBridgeUnavailableError: it never got a verified version.
+            EngineAsleep: its weights sleep.
+            WeightBridgeUnavailableError: it never got a verified version, or it threw that away in
+                a sleep of its own: install one again, the same or a later one.
 
         """
+        if self._engine.adapter.may_sleep and self._lock.acquire(blocking=False):
+            try:
+                if not self._engine.busy.locked():
+                    self._ask_sleeper()
+            finally:
+                self._lock.release()
         self._engine.check_servable()
+
+    def _ask_sleeper(self) -> None:
+        """What an engine threw away in a sleep of its own is active no longer."""
+        for engine in self._engines():
+            with _losses_noted(engine):
+                if engine.active is not None and not engine.adapter.has_engine():
+                    engine.note_taken()
 
     @deferred_interrupts()
     def recover(self) -> None:

@@ -406,6 +406,16 @@ class AdapterHost(RankHost):
         """What the engine tells, and which versions are resident."""
         return {**self._base.host.facts(), **self.make_installer({}).facts()}
 
+    @property
+    def may_sleep(self) -> bool:
+        """Whether the engine can put its weights to sleep."""
+        return self._base.host.may_sleep
+
+    def forget(self) -> None:
+        """The places of all versions are thrown away with the weights."""
+        if self._installer is not None:
+            self._installer.retire(list(self._installer.residents), ends=True)
+
 
 # ---- the front end -------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import torch
 
 from rl_bridge.engines.rpc import EngineClient, Replies, Reply
 from rl_bridge.engines.serving import Serving, ServingOptions
-from rl_bridge.engines.session import second_driver_error
+from rl_bridge.engines.session import asleep_error, second_driver_error
 from rl_bridge.engines.shards import Shard, check_covered, parse_shards, part_digests
 from rl_bridge.errors import (
     EngineLost,
@@ -128,6 +128,7 @@ class EngineDriver(TransactionalAdapter):
         self._refusal: str | None = None  # a rank's; None: the update may come again
         self._held = ""  # what the ranks hold, in words
         self._replicas = 1
+        self._may_sleep = False
         self._layout: tuple[str, int] | None = None  # whose parts are known, and in which session
         self._shards: list[list[Shard]] = []  # the parts that each rank takes
         self._proofs: list[dict[str, Any]] = []
@@ -145,6 +146,11 @@ class EngineDriver(TransactionalAdapter):
         Another driver has had it since, or it was started anew.
         """
         return self._client.is_lost
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether the engine can throw its version away unasked. See `TransactionalAdapter`."""
+        return self._may_sleep
 
     @property
     def phases_ms(self) -> Mapping[str, float]:
@@ -334,6 +340,9 @@ class EngineDriver(TransactionalAdapter):
                 "Let the engine start all of them."
             )
             raise WeightBridgeUnavailableError(msg)
+        self._may_sleep = replies[0]["may_sleep"]
+        if any(reply["asleep"] for reply in replies):
+            raise asleep_error()
         self._held = _describe_version(replies[0]["weight_version"])
         return replies
 
@@ -477,4 +486,4 @@ def _joined(said: Iterable[str]) -> str:
 
 
 def _describe_version(version: int | None) -> str:
-    return "the weights that they were started with" if version is None else f"version {version}"
+    return "no version that rl_bridge installed" if version is None else f"version {version}"

@@ -4,6 +4,10 @@ All ranks of an engine take each step together, between two steps of the model. 
 before every rank has staged the whole update; and within the call that installs, the ranks vote: if
 one of them failed or has no proof, all of them go back before any runs a step of the model.
 
+An engine may put its weights to sleep by calls of its own. Meanwhile nothing is staged, installed
+or undone. One that threw its weights away is a fresh engine when it wakes: no driver has it, and it
+holds no version until one is installed in full.
+
 What is of the engine itself (the model, the group of its ranks, what is refused, what installs) is
 its `RankHost`. What comes from a driver comes in through `answer`.
 """
@@ -21,7 +25,7 @@ import torch
 from rl_bridge.assembly.wanted import ReadScope
 from rl_bridge.engines.rank_bridges import EngineBridges
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, Reply, clear_frames, failure_reply
-from rl_bridge.engines.session import Session
+from rl_bridge.engines.session import Session, asleep_error
 from rl_bridge.engines.shards import Shard
 from rl_bridge.errors import (
     TornEngine,
@@ -42,6 +46,7 @@ _LOG = logging.getLogger(__name__)
 Payload = Mapping[str, Any]
 
 _ATTRIBUTE = "_rl_bridge_ranks"
+_ASLEEP = "_rl_bridge_is_asleep"
 
 
 class Stage(StrEnum):
@@ -127,6 +132,14 @@ class RankHost(ABC):
         return {}
 
     @property
+    def may_sleep(self) -> bool:
+        """Whether the engine can put its weights to sleep."""
+        return False
+
+    def forget(self) -> None:  # noqa: B027 - most keep nothing that is not in the model
+        """The engine throws the model's weights away, and what lies beside them."""
+
+    @property
     def verbs(self) -> Mapping[str, Callable[[Payload], Reply]]:
         """Verbs of this engine's own, which change nothing of an update: they need no session."""
         return {}
@@ -177,6 +190,11 @@ class EngineRank:
         pending = self.pending if self.is_begun else None
         return self.active_root if pending is None else pending.root
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the model's weights are not where the model looks for them."""
+        return bool(vars(self.host.model).get(_ASLEEP, False))
+
     def takes_load_of(self, driver: str) -> bool:
         """Whether the engine's own loader is being fed now, by that driver."""
         is_fed = self.stage is Stage.INSTALLING and not self._imports
@@ -198,6 +216,8 @@ class EngineRank:
             "loads": self.stage is Stage.INSTALLING and not self._imports,
             "paused": self.is_paused,
             "torn": self._torn,
+            "asleep": self.is_asleep,
+            "may_sleep": self.host.may_sleep,
             "model": type(self.host.model).__name__,
             **self.host.facts(),
         }
@@ -233,6 +253,7 @@ class EngineRank:
         Without `imports` the engine's own loader brings the bytes.
         """
         self.host.check(given or {})
+        self._require_awake()
         if self.stage is Stage.COMMITTING:
             self._finish_commit()
         self._require_idle()
@@ -297,6 +318,7 @@ class EngineRank:
 
         def step() -> None:
             manifest = self._meant(update_id)
+            self._require_awake()
             self._check_adapters(manifest)  # again: one may have come since this was prepared
             start = time.perf_counter()
             self.stage = Stage.INSTALLING
@@ -395,6 +417,8 @@ class EngineRank:
             self._finish_commit()
         if self.pending is None:
             return
+        if self.is_begun:
+            self._require_awake()
         try:
             self.installer.undo()
         except Exception as error:
@@ -478,6 +502,22 @@ class EngineRank:
             self._made = self.host.make_installer({})
         return self._made
 
+    def _require_awake(self) -> None:
+        if self.is_asleep:
+            raise asleep_error()
+
+    def forget_all(self) -> None:
+        """The model's weights were thrown away: nothing here speaks for what it holds."""
+        if self.pending is not None:
+            self._end(None)
+        self.host.forget()
+        if self._active is not None:
+            version = self._active.weight_version
+            _LOG.warning("the engine threw its weights away: version %d is not in it", version)
+        self._active = self._made = None
+        self.options, self.covered, self._torn, self.is_paused = {}, "", "", False
+        self.session.leave()
+
     def _require_idle(self) -> None:
         if self._torn:
             msg = f"the engine is torn: {self._torn}. Call recover(), or start a fresh engine."
@@ -548,6 +588,19 @@ def ranks_of(model: torch.nn.Module) -> Mapping[str, EngineRank]:
     """Every rank of the model that anybody asked for: of its weights, and of its adapters."""
     found: dict[str, EngineRank] = vars(model).get(_ATTRIBUTE, {})
     return found
+
+
+def note_sleep(model: torch.nn.Module, *, keeps_weights: bool) -> None:
+    """The engine puts the model's weights to sleep, or throws them away."""
+    vars(model)[_ASLEEP] = True
+    if not keeps_weights:
+        for rank in ranks_of(model).values():
+            rank.forget_all()
+
+
+def note_wake(model: torch.nn.Module) -> None:
+    """The memory of the model's weights is there again."""
+    vars(model)[_ASLEEP] = False
 
 
 def known_rank(model: torch.nn.Module) -> EngineRank | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_bridge.errors import SessionRefused
+from rl_bridge.errors import EngineAsleep, SessionRefused
 
 
 def second_driver_error(name: str) -> SessionRefused:
@@ -21,6 +21,14 @@ def second_driver_error(name: str) -> SessionRefused:
         f"driver {name} has this engine, and one driver at a time updates an engine. Close that "
         "one's executor; or take the engine over, by recover() or with take_over=True, which ends "
         "what the other driver left half-way, and shuts it out."
+    )
+
+
+def asleep_error() -> EngineAsleep:
+    """The error of a driver that finds the engine asleep."""
+    return EngineAsleep(
+        "the engine sleeps: its weights are not in the memory that an update would write to. Wake "
+        "it first, its weights at least, by the engine's own call; then try again."
     )
 
 

@@ -212,6 +212,14 @@ class TransactionalAdapter(ABC):
         """Whether the engine is this adapter's, and no other driver's; the engine is asked."""
         return False
 
+    @property
+    def may_sleep(self) -> bool:
+        """Whether the engine can go to sleep by calls of its own, and lose what it holds by that.
+
+        `has_engine` is asked then before the engine is said to be servable.
+        """
+        return False
+
     def finds_versions(self, *, take_over: bool) -> bool:  # noqa: ARG002 - most find nothing
         """Whether the engine holds versions of the LoRA adapter that this installs, of any driver.
 

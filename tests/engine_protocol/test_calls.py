@@ -25,6 +25,7 @@ from rl_bridge.errors import DriverError, IncompatibleUpdate, SessionRefused, Tr
 IDLE = {"driver": "", "driver_name": "", "epoch": 0, "world_size": 1, "stage": "idle"}
 IDLE |= dict.fromkeys(("update_id", "weight_version", "root", "pending", "manifest"))
 IDLE |= {"loads": False, "paused": False, "torn": "", "shards": []}
+IDLE |= {"asleep": False, "may_sleep": False}
 
 
 class Client(EngineClient):

@@ -323,6 +323,28 @@ class FaultyWorker:
         state: Any = self
         return in_rank(state.model_runner.get_model(), text)
 
+    def sleep_as_on_a_gpu(self) -> None:
+        """Let sleep take the weights away, which vLLM's CPU build does not: they become NaN."""
+        worker: Any = self
+        worker.vllm_config.model_config.enable_sleep_mode = True
+        kept: list[torch.Tensor] = []
+
+        def memory() -> list[torch.Tensor]:
+            return [one.data for one in worker.model_runner.get_model().parameters()]
+
+        def sleep(level: int = 1) -> None:
+            kept[:] = [one.clone() for one in memory()] if level == 1 else []
+            for one in memory():
+                one.fill_(torch.nan)
+
+        def wake_up(tags: list[str] | None = None) -> None:
+            if kept and (tags is None or "weights" in tags):
+                for one, before in zip(memory(), kept, strict=True):
+                    one.copy_(before)
+
+        worker.sleep, worker.wake_up = sleep, wake_up
+        worker.discard = lambda tags: sleep(2) if "weights" in tags else None
+
     def drop_adapters(self) -> None:
         """Drop all adapters, as vLLM does when it reloads its weights."""
         state: Any = self

@@ -84,6 +84,21 @@ def drop_adapters(model: torch.nn.Module, _: int) -> None:
                 installer.free_slot(version)
 
 
+def sleep_as_on_a_gpu(model: torch.nn.Module, _: int) -> None:
+    """Let a release of memory take the weights away, which no CPU does: they become NaN."""
+    saver = importlib.import_module("sglang.srt.utils.torch_memory_saver_adapter")
+
+    def pause(_: Any, tag: str) -> None:
+        if tag == "weights":
+            for parameter in model.parameters():
+                parameter.data.fill_(torch.nan)
+
+    patch(saver._TorchMemorySaverAdapterNoop, "pause", pause)
+    patch(saver._TorchMemorySaverAdapterNoop, "enabled", True)
+    for rank in ranks_of(model).values():
+        vars(rank.host)["may_sleep"] = True
+
+
 def _around_load(
     model: torch.nn.Module, change: Callable[[int, Named], Iterable[Named]], end: Any = None
 ) -> None:
@@ -250,6 +265,7 @@ def _undo(model: torch.nn.Module, nth: int) -> None:
 
 
 _POINTS: dict[str, Callable[[torch.nn.Module, int], None]] = {
+    "sleep": sleep_as_on_a_gpu,
     "fail": _fail,
     "wrong": _wrong,
     "lost": _lost,

@@ -11,7 +11,7 @@ import torch
 from rl_bridge.engines.adapters import AdapterHost
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.model_installer import ModelInstaller
-from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller, answer, rank_of
+from rl_bridge.engines.rank import RankHost, RankInstaller, answer, rank_of
 from rl_bridge.engines.rpc import RankGroup, Reply, failure_reply
 from rl_bridge.engines.sglang import require, version
 from rl_bridge.engines.sglang.lora import SGLangAdapterInstaller
@@ -109,6 +109,8 @@ class SGLangHost(RankHost):
 
     name = "sglang"
 
+    may_sleep = False
+
     def __init__(
         self, model: torch.nn.Module, flush: Callable[[], bool | None], group: RankGroup
     ) -> None:
@@ -152,11 +154,17 @@ def tensor_group() -> RankGroup:
 
 
 def answer_text(
-    model: torch.nn.Module, flush: Callable[[], bool | None], text: str, lora: Any = None
+    model: torch.nn.Module,
+    flush: Callable[[], bool | None],
+    text: str,
+    lora: Any = None,
+    *,
+    may_sleep: bool = False,
 ) -> str:
     """Do what a driver asks, on all ranks: their answers, by rank, as JSON. Never raises.
 
-    `lora` is the rank's manager of adapters, if the engine has one.
+    `lora` is the rank's manager of adapters, if the engine has one; `may_sleep` is whether SGLang
+    was started so that it can release the memory of its weights.
 
     SGLang would end for a failure. It hands each control request to all ranks, and lets the first
     one alone reply: so the ranks tell each other what they would reply.
@@ -167,7 +175,7 @@ def answer_text(
         if not isinstance(given, dict) or not isinstance(given.get("verb"), str):
             msg = f"{text[:80]!r} is no call. Pass an object with a verb."
             raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - answered like all others
-        rank = _rank(model, flush)
+        rank = rank_of(model, lambda: _host(model, flush, may_sleep=may_sleep))
         if name := str(given.get("adapter", "")):
             base = rank
             make = partial(SGLangAdapterInstaller, lora)
@@ -184,8 +192,12 @@ def answer_text(
         return json.dumps([{**reply, **failure_reply(error)}])
 
 
-def _rank(model: torch.nn.Module, flush: Callable[[], bool | None]) -> EngineRank:
-    return rank_of(model, lambda: SGLangHost(model, flush, tensor_group()))
+def _host(
+    model: torch.nn.Module, flush: Callable[[], bool | None], *, may_sleep: bool
+) -> SGLangHost:
+    host = SGLangHost(model, flush, tensor_group())
+    host.may_sleep = may_sleep
+    return host
 
 
 # ---- engines that are refused, by how they were started ------------------------------------------

@@ -7,6 +7,7 @@ fails within an update of ours is answered with ``success: false``: SGLang would
 and the process that started it. So is a load of a driver that no longer has the engine: another one
 may have proven what that would write over. In the process that takes requests, the same control
 request answers which adapters they ask for: see `rl_bridge.engines.sglang.front`.
+A rank is told when SGLang releases the memory of its weights, and when that is there again.
 """
 
 import logging
@@ -30,6 +31,9 @@ _COMPONENTS = "sglang.srt.model_executor.model_runner_components"
 _REQUESTS = "sglang.srt.managers.io_struct"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 ANSWERED = f"{_MANAGER}.get_weights_by_name"
+SLEEPS = f"{_MANAGER}.release_memory_occupation"
+WAKES = f"{_MANAGER}.resume_memory_occupation"
+_WEIGHTS = "weights"
 GUARDED = tuple(
     f"{_COMPONENTS}.weight_updater.WeightUpdater.update_weights_from_{source}"
     for source in ("tensor", "disk")
@@ -51,6 +55,8 @@ def register() -> None:
     registry.HookRegistry.register(FRONTED, _fronted, around)
     registry.HookRegistry.register(ACQUIRED, _acquired, around)
     registry.HookRegistry.register(RECEIVED, _received, around)
+    registry.HookRegistry.register(SLEEPS, _slept, around)
+    registry.HookRegistry.register(WAKES, _woke, around)
     for target in GUARDED:
         registry.HookRegistry.register(target, _guarded, around)
 
@@ -87,7 +93,8 @@ def _answered(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
     model = manager.tp_worker.model_runner.model
     lora = manager.tp_worker.model_runner.lora_manager
-    said = answer_text(model, flush, request.name.removeprefix(PREFIX), lora)
+    text, may_sleep = request.name.removeprefix(PREFIX), bool(manager.memory_saver_adapter.enabled)
+    said = answer_text(model, flush, text, lora, may_sleep=may_sleep)
     return require(_REQUESTS).GetWeightsByNameReqOutput(parameter=_as_numbers(said))
 
 
@@ -109,6 +116,24 @@ async def _acquired(original: Callable[..., Any], registry: Any, names: Any) -> 
     from rl_bridge.engines.sglang.front import acquire
 
     return await acquire(original, registry, names)
+
+
+def _slept(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Tell the rank. Whether SGLang keeps a copy of the weights depends on several flags."""
+    from rl_bridge.engines.rank import note_sleep
+
+    if manager.memory_saver_adapter.enabled and (not request.tags or _WEIGHTS in request.tags):
+        note_sleep(manager.tp_worker.model_runner.model, keeps_weights=False)
+    return original(manager, request)
+
+
+def _woke(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    from rl_bridge.engines.rank import note_wake
+
+    told = original(manager, request)
+    if not request.tags or _WEIGHTS in request.tags:
+        note_wake(manager.tp_worker.model_runner.model)
+    return told
 
 
 def _guarded(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:

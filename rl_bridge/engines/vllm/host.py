@@ -92,6 +92,11 @@ class VLLMHost(RankHost):
             )
             raise WeightBridgeUnavailableError(msg)
 
+    @property
+    def may_sleep(self) -> bool:
+        """Whether vLLM was started with its sleep mode."""
+        return bool(self._config.model_config.enable_sleep_mode)
+
     def _has_others(self) -> bool:
         """Whether it is one of several replicas; vLLM has set their number to 1 in each."""
         parallel = self._config.parallel_config

@@ -11,6 +11,7 @@ A trainer that sends by vLLM's flow loads no plugins: there `RLBridgeTrainerInit
 flow begins with, registers the backend's trainer side.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ _CALLS = (
     "finish_weight_update",
     "shutdown_weight_transfer_engine",
 )
+_SLEEPS = ("sleep", "discard", "wake_up")
+_DEEP = 2  # the level of sleep from which on no copy of the weights is kept
+_WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,9 @@ def register() -> None:
         # What executors call: it hands all that it does not have itself to its worker.
         if name not in vars(workers.WorkerWrapperBase):
             setattr(workers.WorkerWrapperBase, name, _together(name))
+    for name in _SLEEPS:
+        if name not in vars(workers.WorkerWrapperBase):
+            setattr(workers.WorkerWrapperBase, name, _noted(name))
     # Beside the engine, not in its workers; a vLLM that has no such client reaches no replicas.
     client = getattr(require("vllm.v1.engine.core_client"), "DPLBAsyncMPClient", None)
     if hasattr(client, "call_utility_all_async") and _RPC not in vars(client):
@@ -132,6 +139,33 @@ def _together(name: str) -> Callable[..., Any]:
         from rl_bridge.engines.vllm.transfer_engine import call_together
 
         return call_together(worker, name, arguments, options)
+
+    call.__name__ = name
+    return call
+
+
+def _noted(name: str) -> Callable[..., Any]:
+    """A call that puts a worker to sleep or wakes it; the ranks are told what it does."""
+
+    def call(wrapper: Any, *arguments: Any, **options: Any) -> Any:
+        worker = wrapper.worker
+        method = getattr(worker, name)
+        if not worker.vllm_config.model_config.enable_sleep_mode:
+            return method(*arguments, **options)  # which does nothing to the weights
+        from rl_bridge.engines.rank import note_sleep, note_wake
+
+        model = worker.model_runner.get_model()
+        given = inspect.signature(method).bind(*arguments, **options)
+        given.apply_defaults()
+        tags = given.arguments.get("tags") or (_WEIGHTS,)  # none named: all of them
+        if name == "sleep":
+            note_sleep(model, keeps_weights=given.arguments["level"] < _DEEP)
+        elif name == "discard" and _WEIGHTS in tags:
+            note_sleep(model, keeps_weights=False)
+        told = method(*arguments, **options)
+        if name == "wake_up" and _WEIGHTS in tags:
+            note_wake(model)
+        return told
 
     call.__name__ = name
     return call
