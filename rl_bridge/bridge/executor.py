@@ -62,10 +62,10 @@ class RolloutExecutor:
 
     def __init__(
         self,
-        *,
         weight_bridge: WeightConsumer | None = None,
-        weight_transport: str = "shared-memory",
         weight_install_adapter: WeightInstallAdapter | TransactionalAdapter | None = None,
+        *,
+        weight_transport: str = "shared-memory",
         initial_weights: Mapping[str, torch.Tensor] | torch.nn.Module | None = None,
         suspicious: Policy | str = Policy.OFF,
         num_threads: int | None = None,
@@ -75,9 +75,9 @@ class RolloutExecutor:
         Args:
             weight_bridge: the consumer's bridge; None makes one for `weight_transport`, which
                 `close` closes.
-            weight_transport: only read without a `weight_bridge`.
             weight_install_adapter: how tensors get into the engine. None: the imported mapping
                 itself is what the rollout uses.
+            weight_transport: only read without a `weight_bridge`.
             initial_weights: the engine's weights before the first update, for adapters without
                 ``undo`` whose engine cannot be seen: the undo of the first update installs them.
                 A copy is kept until that update is acknowledged.

@@ -418,7 +418,7 @@ class Publisher:
             self._turns.wait(_LOOK_S)
             self._check_open()
         if weight_version is None:
-            return self.next_version
+            return checked_version(self.next_version)
         if self.last_version is not None and weight_version <= self.last_version:
             raise not_above(weight_version, self.last_version, self.publisher_id)
         return weight_version
