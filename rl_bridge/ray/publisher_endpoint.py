@@ -234,9 +234,16 @@ class PublisherEndpoint:
 
     @_in_turn
     def publish(
-        self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None
+        self,
+        weight_version: int | None = None,
+        metadata: Mapping[str, JSONValue] | None = None,
     ) -> tuple[bytes, dict[str, bytes]]:
         """Publish what the source holds now, on every channel.
+
+        Args:
+            weight_version: above the last one; None takes the next one of this actor. Ranks of a
+                group that know different last ones refuse it (`RanksDisagree`).
+            metadata: JSON values of your own.
 
         Returns:
             The `Announcement`, and channel -> manifest, all as JSON.
@@ -249,6 +256,8 @@ class PublisherEndpoint:
 
         """
         last = self._journal.last_version
+        if weight_version is None:
+            weight_version = 0 if last is None else last + 1
         if last is not None and weight_version <= last:
             # Before any channel takes it: half of them would go on otherwise.
             raise VersionNotMonotonic(
