@@ -7,6 +7,7 @@ An adapter's life during one update: ``prepare`` (refuse before byte 0) -> ``ins
 out before any update.
 """
 
+import functools
 import inspect
 import sys
 from abc import ABC, abstractmethod
@@ -280,9 +281,11 @@ def checked_quiesce(quiesce: Quiesce) -> Quiesce:
     """The function as it was given.
 
     Raises:
-        TypeError: it cannot be called without arguments, such as a context manager or a lock.
+        TypeError: it cannot be called without arguments, such as a context manager or a lock, or
+            it is a coroutine function.
 
     """
+    require_plain(quiesce, "quiesce")
     if callable(quiesce):
         try:
             inspect.signature(quiesce).bind()
@@ -299,25 +302,52 @@ def checked_quiesce(quiesce: Quiesce) -> Quiesce:
     raise TypeError(msg)
 
 
-def require_plain(method: object, what: str) -> None:
-    """Refuse a method that returns before it has done anything: a coroutine's, or a generator.
+def require_plain(function: object, what: str) -> None:
+    """Refuse a function that returns before it has done anything: a coroutine's, or a generator.
 
     Raises:
         TypeError: it is one.
 
     """
+    called = function
+    if not inspect.isroutine(function) and not isinstance(function, functools.partial):
+        called = getattr(type(function), "__call__", function)  # noqa: B004 - to look at it
     kinds = {
-        "async def": inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method),
-        "a generator": inspect.isgeneratorfunction(method),
+        "async def": inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called),
+        "a generator": inspect.isgeneratorfunction(called),
     }
     for kind, is_one in kinds.items():
         if is_one:
             msg = (
                 f"{what} is {kind}, expected a plain function: a call of it would do nothing. "
-                "Wait inside of it for what is asynchronous, such as by "
-                "asyncio.run_coroutine_threadsafe(...).result(timeout)."
+                f"{_AWAIT_INSIDE}"
             )
             raise TypeError(msg)
+
+
+def require_done(answer: object, what: str) -> None:
+    """Refuse what a plain function returned, if somebody would have to await it: nobody does.
+
+    Raises:
+        TypeError: it is a coroutine, a task or a future of asyncio.
+
+    """
+    if not inspect.isawaitable(answer):
+        return
+    if inspect.iscoroutine(answer):
+        answer.close()  # else Python warns later, far from here, that it was never awaited
+    msg = (
+        f"{what} returned a {type(answer).__name__}, which nothing awaits, expected that all is "
+        f"done when it returns. {_AWAIT_INSIDE}"
+    )
+    raise TypeError(msg)
+
+
+_AWAIT_INSIDE = (
+    "Wait inside of it for what is asynchronous, such as by "
+    "asyncio.run_coroutine_threadsafe(...).result(timeout), or by asyncio.run(...) where no event "
+    "loop runs in this thread."
+)
 
 
 def _kind(item: object) -> str:
