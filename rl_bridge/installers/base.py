@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -300,6 +300,57 @@ def checked_quiesce(quiesce: Quiesce) -> Quiesce:
         "context manager. Pass one that makes it anew each time, such as lambda: lock."
     )
     raise TypeError(msg)
+
+
+def quiet(quiesce: Quiesce) -> AbstractContextManager[object]:
+    """The context in which the engine does not run.
+
+    Raises:
+        TypeError: `quiesce` gave none.
+
+    """
+    context: object = quiesce()
+    if not isinstance(context, AbstractContextManager):
+        require_done(context, "quiesce")
+        msg = (
+            f"quiesce returned a {type(context).__name__}, expected a context manager. Write "
+            "it with contextlib.contextmanager: stop the engine, yield, let it go on."
+        )
+        raise TypeError(msg)
+    return context
+
+
+def require_call(
+    function: object, what: str, given: Sequence[str], named: Sequence[str] = ()
+) -> None:
+    """Make sure that a function can be called as it will be: in an update it would be too late.
+
+    Args:
+        function: of the user's.
+        what: names it in messages; behind the last dot stands its own name.
+        given: names of what it is given by position.
+        named: names of what it is given by keyword.
+
+    Raises:
+        TypeError: it cannot, or a call of it would do nothing (`require_plain`).
+
+    """
+    call = f"{what.rpartition('.')[2]}({', '.join([*given, *(f'{one}=...' for one in named)])})"
+    if not callable(function):
+        msg = f"{what}: got {_kind(function)}, expected a function. It is called as {call}."
+        raise TypeError(msg)
+    require_plain(function, what)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # written in C: Python cannot tell
+    try:
+        signature.bind(*given, **dict.fromkeys(named))
+    except TypeError as error:
+        msg = (
+            f"{what}{signature} cannot be called as {call}: {error}. Give it these parameters."
+        )
+        raise TypeError(msg) from None
 
 
 def require_plain(function: object, what: str) -> None:

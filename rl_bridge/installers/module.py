@@ -37,6 +37,7 @@ from rl_bridge.installers.base import (
     TransactionalAdapter,
     checked_engine,
     checked_quiesce,
+    quiet,
     require_owned,
 )
 from rl_bridge.installers.engine_memory import Binding, EngineMemory, differs
@@ -518,7 +519,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
         if self._update is None or self._update.manifest.update_id != manifest.update_id:
             self.prepare(manifest, tensors)
         assert self._update is not None
-        with self._quiet():
+        with quiet(self._quiesce):
             if not self._is_dirty and self._mode.uses_addresses:
                 self._require_in_place(self._update)
             self._is_dirty = True
@@ -563,7 +564,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
 
         """
         # Where the engine never came to rest, nothing was written that it must rest for.
-        with self._quiet() if self._is_dirty else nullcontext():
+        with quiet(self._quiesce) if self._is_dirty else nullcontext():
             if self._origin is not None:
                 self._mode.undo(self._origin)
             self._forget()
@@ -593,16 +594,6 @@ class ModuleInstallAdapter(TransactionalAdapter):
     def _forget(self) -> None:
         self._update = self._origin = None
         self._mode.end()
-
-    def _quiet(self) -> AbstractContextManager[object]:
-        context: object = self._quiesce()
-        if not isinstance(context, AbstractContextManager):
-            msg = (
-                f"quiesce returned a {type(context).__name__}, expected a context manager. Write "
-                "it with contextlib.contextmanager: stop the engine, yield, let it go on."
-            )
-            raise TypeError(msg)
-        return context
 
 
 def require_imported(tensors: object) -> ImportedTensors:

@@ -23,8 +23,8 @@ from rl_bridge.installers.base import (
     InstallProof,
     TransactionalAdapter,
     WeightInstallAdapter,
+    require_call,
     require_done,
-    require_plain,
 )
 from rl_bridge.installers.engine_memory import EngineMemory
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
@@ -395,25 +395,11 @@ def _require_signatures(adapter: object, verbs: Iterable[str] = _OF_ANY) -> None
     kind = type(adapter).__name__
     for verb in verbs:
         method = getattr(adapter, verb, None)
-        if not callable(method):
-            continue
-        require_plain(method, f"weight_install_adapter: {kind}.{verb}")
-        try:
-            signature = inspect.signature(method)
-        except ValueError:
-            continue  # written in C: Python cannot tell
-        given = _METHODS[verb].parameters.values()
-        named = [one.name for one in given if one.kind is one.KEYWORD_ONLY]
-        others = [one.name for one in given if one.name not in named]
-        try:
-            signature.bind(*others, **dict.fromkeys(named))
-        except TypeError as error:
-            call = ", ".join([*others, *(f"{name}=..." for name in named)])
-            msg = (
-                f"weight_install_adapter: {kind}.{verb}{signature} cannot be called as "
-                f"{verb}({call}): {error}. Give it these parameters."
-            )
-            raise TypeError(msg) from None
+        if callable(method):
+            given = _METHODS[verb].parameters.values()
+            named = [one.name for one in given if one.kind is one.KEYWORD_ONLY]
+            others = [one.name for one in given if one.kind is not one.KEYWORD_ONLY]
+            require_call(method, f"weight_install_adapter: {kind}.{verb}", others, named)
 
 
 def _require_properties(adapter: TransactionalAdapter) -> None:
