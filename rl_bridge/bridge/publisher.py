@@ -190,12 +190,11 @@ class Publisher:
         judged of all parts together, and older parts are released when all of them are published
         (`release_older`).
         """
-        if weight_version is not None:
-            weight_version = checked_version(weight_version)
+        told = None if weight_version is None else checked_version(weight_version)
         keep, dtype = checked_keep(keep), checked_dtype(dtype)
         require_supported(metadata)
         with self._turn():
-            weight_version = self._await_turn(weight_version)
+            weight_version = self._await_turn(told)
             start = time.perf_counter()
             given = self._reader.read(
                 source, trainable, adapter=adapter, merged=merged, base_root=base_root

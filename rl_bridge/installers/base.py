@@ -347,9 +347,7 @@ def require_call(
     try:
         signature.bind(*given, **dict.fromkeys(named))
     except TypeError as error:
-        msg = (
-            f"{what}{signature} cannot be called as {call}: {error}. Give it these parameters."
-        )
+        msg = f"{what}{signature} cannot be called as {call}: {error}. Give it these parameters."
         raise TypeError(msg) from None
 
 

@@ -14,7 +14,7 @@ Three ways, one contract:
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal

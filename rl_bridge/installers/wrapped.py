@@ -312,11 +312,9 @@ class WrappedAdapter(TransactionalAdapter):
         # A torn engine still needs it; it goes with the next commit.
         if known is not None and known[0].update_id == update_id and self._pending is None:
             self._previous = None
-        require_done(self.adapter.release(update_id), self._called("release"))
+        self._call("release", update_id)
 
-    def _install(
-        self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
+    def _install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         require_done(self.adapter.install(manifest, tensors), self._called("install"))
 
     def _called(self, verb: str) -> str:

@@ -1,4 +1,4 @@
-"""What a loop leaves to `publish`: the next version's number, the cast, and what becomes of the old."""
+"""What a loop leaves to `publish`: the next number, the cast, and the end of older versions."""
 
 import gc
 from collections.abc import Iterator
@@ -22,9 +22,7 @@ from rl_bridge.trainers import StateDictExtractor
 
 def published(bridge: TensorBridge, *manifests: WeightUpdateManifest) -> list[int]:
     """Versions of those that can still be imported."""
-    return [
-        one.weight_version for one in manifests if bridge.update_status(one) == "published"
-    ]
+    return [one.weight_version for one in manifests if bridge.update_status(one) == "published"]
 
 
 def model(value: float = 0.0) -> dict[str, torch.Tensor]:
@@ -193,9 +191,11 @@ def test_an_adapter_does_not_push_the_weights_out(publisher: TensorBridge) -> No
     assert published(publisher, weights, *adapters) == [0, 2]
 
 
-@pytest.mark.parametrize(("keep", "error"), [(0, ValueError), ("all", TypeError), (True, ValueError)])
+@pytest.mark.parametrize(
+    ("keep", "error"), [(0, ValueError), ("all", TypeError), (True, ValueError)]
+)
 def test_keep_counts_versions(keep: Any, error: type[Exception], bridge: TensorBridge) -> None:
-    with pytest.raises(error, match="keep=.*expected an int of 1 or more"):
+    with pytest.raises(error, match=r"keep=.*expected an int of 1 or more"):
         bridge.publish(model(), keep=keep)
 
 

@@ -113,7 +113,9 @@ def test_a_version_of_a_group_that_broke_off_pushes_none_out() -> None:
     with trainers(2) as group:
         first = group.publish(shards(1), keep=1)
         uneven = [shards(2)[0], shards(3, 3)[1]]
-        assert all(isinstance(e, WeightBridgeError) for e in group.try_publish(uneven, None, keep=1))
+        assert all(
+            isinstance(e, WeightBridgeError) for e in group.try_publish(uneven, None, keep=1)
+        )
         assert [b.update_status(first.parts[r]) for r, b in enumerate(group.bridges)] == [
             "published",
             "published",
@@ -123,7 +125,7 @@ def test_a_version_of_a_group_that_broke_off_pushes_none_out() -> None:
 def test_a_version_in_the_place_of_placements_is_told() -> None:
     with trainers(1) as group:
         version: Any = 3
-        with pytest.raises(TypeError, match="placements=3: expected a mapping.*weight_version="):
+        with pytest.raises(TypeError, match=r"placements=3: expected a mapping.*weight_version="):
             group.publishers[0].publish({"a": torch.ones(2)}, version)
 
 

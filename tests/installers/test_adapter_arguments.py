@@ -254,7 +254,9 @@ def test_an_install_that_returns_what_nothing_awaits_is_undone() -> None:
             return later()
 
     executor, trainer = executor_of(adapter := Late())
-    with pytest.raises(TypeError, match=r"Late\.install returned a coroutine, which nothing awaits"):
+    with pytest.raises(
+        TypeError, match=r"Late\.install returned a coroutine, which nothing awaits"
+    ):
         executor.update_weights(trainer.publish({"w": torch.zeros(2)}))
     assert adapter.engine["w"].tolist() == [1, 1]
     assert not executor.is_torn
