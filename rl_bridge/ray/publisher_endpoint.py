@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -120,7 +120,7 @@ class EndpointOptions:
     address: str = ""
     directories: Sequence[str] = ()
     state_dir: str | None = None
-    transports: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    transports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, given in self.transports.items():
@@ -314,14 +314,12 @@ class PublisherEndpoint:
                 ends.callback(channel.bridge.close)
 
     def _open(self, chosen: PairChoice) -> _Channel:
+        options = dict(self._options.transports.get(chosen.transport, {}))
         bridge = make_weight_bridge(
             chosen.transport,
             source_worker=self._options.worker,
             source_rank=self._options.rank,
-            **{
-                **self._options.transports.get(chosen.transport, {}),
-                **chosen.publisher_options,
-            },
+            **(options | chosen.publisher_options),
         )
         channel = _Channel(bridge, self._publisher(chosen.channel, bridge))
         self._channels[chosen.channel] = channel

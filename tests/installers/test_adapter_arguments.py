@@ -271,7 +271,7 @@ async def _quiesce() -> None: ...
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: make_weight_bridge("local-clone", observer=_observe),
+        lambda: make_weight_bridge("local-clone", observer=_observe),  # type: ignore[arg-type]  # as above
         lambda: ModuleInstallAdapter(weights(), quiesce=_quiesce),  # type: ignore[arg-type]  # as above
         lambda: FunctionExchange(_observe, rank=0, world_size=1),  # type: ignore[arg-type]  # as above
     ],
