@@ -141,9 +141,9 @@ class InstalledUpdate(Acknowledgement, Mapping[str, torch.Tensor]):
     def _here(self) -> Mapping[str, torch.Tensor]:
         if self.tensors is None:
             msg = (
-                f"version {self.weight_version} was installed by another process, expected one "
-                "that this process imported: its tensors are there. Its proof, root and timings "
-                "are here; for the tensors, import the manifest over a bridge of this process."
+                f"version {self.weight_version} was installed by another process, which has its "
+                "tensors, expected one that this process imported: here are its proof, root and "
+                "timings. Import the manifest over a bridge of this process to get its tensors."
             )
             raise WeightBridgeUnavailableError(msg)
         return self.tensors

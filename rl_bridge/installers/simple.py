@@ -177,7 +177,7 @@ class SimpleAdapter(TransactionalAdapter):
             if wrong is None:
                 return held.detach().resolve_conj().resolve_neg()
             reason = wrong
-        msg = f"what read({name!r}) returned {reason}, expected a dense tensor. Return one."
+        msg = f"what read({name!r}) returned {reason}, expected a dense tensor. Let it return one."
         raise IncompatibleUpdate(msg)
 
 
