@@ -34,6 +34,7 @@ from rl_bridge.errors import (
 from rl_bridge.installers import (
     InstallProof,
     ModuleInstallAdapter,
+    SimpleAdapter,
     TransactionalAdapter,
     WeightInstallAdapter,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "RolloutExecutor",
     "SGLangWeightLoader",
     "SharedMemoryTensorBridge",
+    "SimpleAdapter",
     "TensorBridge",
     "TensorDescriptor",
     "TorchDistributedWeightSyncInitInfo",

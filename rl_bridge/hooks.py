@@ -9,7 +9,6 @@ initial weights are published when training begins, then after every so many opt
 """
 
 import asyncio
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -20,9 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.installers.base import require_done, require_plain
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.strategies.sender import InferenceClient, WeightTransferSender
 from rl_bridge.trainers.base import WeightExtractor
+from rl_bridge.trainers.chunks import checked_dtype
 from rl_bridge.trainers.state_dict import Source
 
 if TYPE_CHECKING:
@@ -92,52 +93,61 @@ class StepPublisher(StepHook):
         self,
         bridge: TensorBridge,
         source: Source | Callable[[], Source],
+        send: Callable[[WeightUpdateManifest], object] | None = None,
         *,
-        send: Callable[[WeightUpdateManifest], object],
         every: int = 1,
         trainable: Iterable[str] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Publish `source` through `bridge`.
 
         Args:
             bridge: of the trainer; the caller closes it.
             source: a module or a state dict, or what gives one (or chunks) each time.
-            send: gets each manifest, and raises if the engines did not take it, which ends the
-                optimizer's step with that error. A coroutine function would never run here.
+            send: has to be given. It gets each manifest, returns when the engines have the version,
+                and raises if they did not take it, which ends the optimizer's step with that error.
             every: steps from one update to the next.
             trainable: as for `TensorBridge.publish`.
+            dtype: as for `TensorBridge.publish`.
 
         Raises:
             ValueError: `every` below 1.
+            TypeError: no `send`, or a coroutine function, which nothing would await.
 
         """
         super().__init__(every=every)
+        if not callable(send):
+            msg = (
+                f"send={send!r}: expected a function that gets each manifest and returns when the "
+                "engines have the version. Pass executor.update_weights where the engine is in "
+                "this process, or a function that hands manifest.to_json() to the other one; "
+                "lambda manifest: None where engines look for versions themselves (files)."
+            )
+            raise TypeError(msg)
+        require_plain(send, "send=")
         self._bridge = bridge
         self._source = source
         self._send = send
         self._trainable = None if trainable is None else frozenset(trainable)
+        self._dtype = checked_dtype(dtype)
         self._latest: WeightUpdateManifest | None = None
 
     def publish(self) -> WeightUpdateManifest:
         """Publish now, and send the manifest.
 
         Raises:
-            TypeError: `send` is a coroutine function; the update is withdrawn.
+            TypeError: `send` returned what nothing awaits; the update is withdrawn.
             Exception: whatever failed; the update is withdrawn.
 
         """
         source = self._source
         if callable(source) and not isinstance(source, torch.nn.Module):
             source = source()
-        last = self._bridge.publisher.last_version
         manifest = self._bridge.publish(
-            source,
-            weight_version=0 if last is None else last + 1,
-            metadata={"step": self.step},
-            trainable=self._trainable,
+            source, metadata={"step": self.step}, trainable=self._trainable, dtype=self._dtype
         )
         try:
-            _require_sent(self._send(manifest))
+            require_done(self._send(manifest), "send=")
         except BaseException:
             self._bridge.release(manifest.update_id)
             raise
@@ -145,19 +155,6 @@ class StepPublisher(StepHook):
         if previous is not None:
             self._bridge.release(previous.update_id)
         return manifest
-
-
-def _require_sent(answer: object) -> None:
-    """Refuse the coroutine of an async `send`: nothing awaits it, so no engine would be updated."""
-    if not inspect.iscoroutine(answer):
-        return
-    answer.close()  # else Python warns later, far from here, that it was never awaited
-    msg = (
-        "send= returned a coroutine, which nothing awaits: the engines did not get this version. "
-        "Pass a plain function, such as lambda manifest: asyncio.run(send(manifest)), or one that "
-        "gives the coroutine to a loop of another thread and waits for it."
-    )
-    raise TypeError(msg)
 
 
 class StepSender(StepHook):

@@ -19,7 +19,7 @@ from rl_bridge.bridge.bridges import (
     SharedMemoryTensorBridge,
     make_weight_bridge,
 )
-from rl_bridge.bridge.engine_state import Acknowledgement
+from rl_bridge.bridge.engine_state import Acknowledgement, InstalledUpdate
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.publisher import ConsumerReport
 from rl_bridge.bridge.tensor_bridge import TensorBridge
@@ -31,6 +31,7 @@ __all__ = [
     "CUDAVMMTensorBridge",
     "ConsumerReport",
     "FilesTensorBridge",
+    "InstalledUpdate",
     "LocalTensorCopyBridge",
     "NIXLTensorBridge",
     "RolloutExecutor",

@@ -12,6 +12,7 @@ import torch
 
 from rl_bridge.assembly.wanted import Wanted, WantedLayout
 from rl_bridge.errors import BridgeClosed, ForeignTransport, MalformedManifest, did_you_mean
+from rl_bridge.installers.base import require_plain
 from rl_bridge.lifecycle import Observer
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.group import GROUP, GroupManifest
@@ -83,6 +84,7 @@ def checked_observer(observer: Observer | None) -> Observer | None:
     given: object = observer
     if given is not None and not callable(given):
         raise TypeError(f"observer={given!r}: expected a function of a transition, or None.")
+    require_plain(given, "observer")
     return observer
 
 

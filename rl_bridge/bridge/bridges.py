@@ -1,8 +1,9 @@
 """The bridges that users make: one class for each transport, and a maker by name."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 from rl_bridge.assembly.end import GroupEnd, GroupTransport
 from rl_bridge.assembly.plan import ReshardPlan
@@ -11,6 +12,7 @@ from rl_bridge.bridge.arguments import UpdateRef, check_options, require_transpo
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import SegmentError, VersionNotFound, WeightManifestValidationError
 from rl_bridge.lifecycle import Observer
+from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.group import GROUP
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -23,6 +25,7 @@ from rl_bridge.transports.registry import (
     Counters,
     Entry,
     Files,
+    TLSFiles,
     canonical_name,
     transport_class,
 )
@@ -370,12 +373,58 @@ _NAMED: dict[str, type[TensorBridge]] = {
 }
 
 
+class BridgeOptions(TypedDict, total=False):
+    """Options of all transports and of every bridge, for type checkers: a misspelt one is found.
+
+    Which transport has which, the bridge checks when it is made. Options of a transport that was
+    registered are unknown here: pass them as ``**`` of a ``dict[str, Any]``.
+    """
+
+    address: str
+    backend: str
+    backend_options: Mapping[str, str] | None
+    columns: bool
+    config_dir: str | os.PathLike[str] | None
+    device: int | None
+    directory: str | os.PathLike[str] | None
+    fenced: bool
+    fetch_once: bool
+    file_nbytes: int | None
+    group_name: str | None
+    in_place: bool
+    init_info: BroadcastInitInfo | Mapping[str, object] | str | None
+    keep_every: int | None
+    keep_last: int
+    lease_s: float
+    max_consumers: int
+    max_slots: int
+    nonfinite: Policy | str
+    num_threads: int | None
+    observer: Observer | None
+    override: bool
+    port: int
+    ready_timeout_s: float
+    request_timeout_s: float
+    serve: Literal["process", "inline"] | None
+    server_name: str
+    state_dir: str | os.PathLike[str] | None
+    steps: Literal["stable", "stages"] | None
+    storage_options: Mapping[str, object] | None
+    suspicious: Policy | str
+    timeout_s: float
+    tls: TLSFiles | Mapping[str, str] | None
+    token: str | None
+    url: str | os.PathLike[str]
+    wanted: Wanted | WantedLayout | None
+    world_size: int | None
+
+
 def make_weight_bridge(
     transport: str = "local-clone",
     *,
     source_worker: str = "local-training",
     source_rank: int = 0,
-    **options: object,
+    **options: Unpack[BridgeOptions],
 ) -> TensorBridge:
     """Make the bridge of a transport.
 

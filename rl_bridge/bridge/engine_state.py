@@ -7,8 +7,8 @@ until an undo is complete or a later version is installed in full.
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 
 import torch
@@ -57,6 +57,96 @@ class Acknowledgement:
     timings_ms: Mapping[str, float] = field(default_factory=dict)
     total_nbytes: int = 0
     peak_rss_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class InstalledUpdate(Acknowledgement, Mapping[str, torch.Tensor]):
+    """What `update_weights` returns: the acknowledgement, and the update's tensors by name.
+
+    It is true, whether or not the tensors are here: the update is installed.
+
+    Attributes:
+        tensors: the imported mapping, which this is, too; None where another process installed the
+            update. Then its tensors cannot be asked for.
+
+    """
+
+    tensors: Mapping[str, torch.Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls, ack: Acknowledgement, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> "InstalledUpdate":
+        """What an acknowledgement is of, with the tensors that were imported for it here."""
+        told = {item.name: getattr(ack, item.name) for item in fields(Acknowledgement)}
+        return cls(**told, tensors=tensors)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """One tensor.
+
+        Raises:
+            KeyError: the update has none of that name.
+            WeightBridgeUnavailableError: another process installed the update.
+
+        """
+        return self._here()[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether the update has a name, without reading its tensor.
+
+        Raises:
+            WeightBridgeUnavailableError: another process installed the update.
+
+        """
+        return name in self._here()
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate the names.
+
+        Raises:
+            WeightBridgeUnavailableError: another process installed the update.
+
+        """
+        return iter(self._here())
+
+    def __len__(self) -> int:
+        """Count the names.
+
+        Raises:
+            WeightBridgeUnavailableError: another process installed the update.
+
+        """
+        return len(self._here())
+
+    def __bool__(self) -> bool:
+        """It is installed."""
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        """Compare acknowledgements; where the tensors are makes no difference."""
+        if not isinstance(other, Acknowledgement):
+            return NotImplemented
+        told = (item.name for item in fields(Acknowledgement))
+        return all(getattr(self, name) == getattr(other, name) for name in told)
+
+    def __hash__(self) -> int:
+        """Hash the update's id."""
+        return hash(self.update_id)
+
+    def __repr__(self) -> str:
+        """Say what was installed, and where its tensors are."""
+        held = "tensors in another process" if self.tensors is None else repr(self.tensors)
+        return f"<version {self.weight_version} installed: proof by {self.proof.method}, {held}>"
+
+    def _here(self) -> Mapping[str, torch.Tensor]:
+        if self.tensors is None:
+            msg = (
+                f"version {self.weight_version} was installed by another process, which has its "
+                "tensors, expected one that this process imported: here are its proof, root and "
+                "timings. Import the manifest over a bridge of this process to get its tensors."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        return self.tensors
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from rl_bridge.bridge.arguments import (
 )
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.consumer import PlainConsumer
-from rl_bridge.bridge.engine_state import Acknowledgement, EngineState
+from rl_bridge.bridge.engine_state import Acknowledgement, EngineState, InstalledUpdate
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.bridge.transaction import Step, Transaction
 from rl_bridge.errors import (
@@ -62,10 +62,10 @@ class RolloutExecutor:
 
     def __init__(
         self,
-        *,
         weight_bridge: WeightConsumer | None = None,
-        weight_transport: str = "shared-memory",
         weight_install_adapter: WeightInstallAdapter | TransactionalAdapter | None = None,
+        *,
+        weight_transport: str = "shared-memory",
         initial_weights: Mapping[str, torch.Tensor] | torch.nn.Module | None = None,
         suspicious: Policy | str = Policy.OFF,
         num_threads: int | None = None,
@@ -75,9 +75,9 @@ class RolloutExecutor:
         Args:
             weight_bridge: the consumer's bridge; None makes one for `weight_transport`, which
                 `close` closes.
-            weight_transport: only read without a `weight_bridge`.
             weight_install_adapter: how tensors get into the engine. None: the imported mapping
                 itself is what the rollout uses.
+            weight_transport: only read without a `weight_bridge`.
             initial_weights: the engine's weights before the first update, for adapters without
                 ``undo`` whose engine cannot be seen: the undo of the first update installs them.
                 A copy is kept until that update is acknowledged.
@@ -123,7 +123,7 @@ class RolloutExecutor:
     # ---- updates --------------------------------------------------------------------------------
 
     @deferred_interrupts()
-    def update_weights(self, manifest: WeightUpdateManifest | str) -> Mapping[str, torch.Tensor]:
+    def update_weights(self, manifest: WeightUpdateManifest | str) -> InstalledUpdate:
         """Install one complete version, or leave everything as it was.
 
         Args:
@@ -133,9 +133,10 @@ class RolloutExecutor:
         end took from requests, is offered to them again.
 
         Returns:
-            The imported mapping, name -> tensor. If the engine's own processes verified it, its
-            bytes are read and verified here when the first tensor is asked for; over a transport
-            that copies they are fetched then, unless the version was released meanwhile.
+            The acknowledgement (proof, timings, memory), and the imported mapping, name -> tensor.
+            If the engine's own processes verified the bytes, they are read and verified here when
+            the first tensor is asked for; over a transport that copies they are fetched then,
+            unless the version was released meanwhile.
 
         Raises:
             WeightBridgeError: refused or undone; the subclass and the text say why. The previous
@@ -147,12 +148,12 @@ class RolloutExecutor:
         with self._exclusively("update_weights", manifest):
             manifest = WeightUpdateManifest.of(manifest, caller="update_weights")
             if (engine := self._offered_again(manifest)) is not None:
-                return engine.weights
+                return _installed(engine, engine.weights)
             update = self._begin(manifest)
             update.run(update.bring, update.stage, update.install, update.activate)
             self._acknowledged = update.engine
             self._pending = None
-            return update.tensors
+            return _installed(update.engine, update.tensors)
 
     @contextmanager
     def _exclusively(self, caller: str, given: object) -> Iterator[None]:
@@ -485,6 +486,11 @@ class RolloutExecutor:
             raise BridgeClosed(msg)
 
 
+def _installed(engine: EngineState, tensors: Mapping[str, torch.Tensor]) -> InstalledUpdate:
+    assert engine.last_ack is not None, "what it holds was acknowledged"
+    return InstalledUpdate.of(engine.last_ack, tensors)
+
+
 def _is_offered(engine: EngineState) -> bool:
     return engine.adapter.is_offered
 
@@ -577,11 +583,11 @@ class TwoPhaseExecutor(RolloutExecutor):
             pending.run(pending.stage)
 
     @deferred_interrupts()
-    def commit_weights(self, update: UpdateRef) -> Mapping[str, torch.Tensor]:
+    def commit_weights(self, update: UpdateRef) -> InstalledUpdate:
         """Install, prove and acknowledge the prepared update, or leave everything as it was.
 
         Returns:
-            The imported mapping, name -> tensor.
+            The acknowledgement, and the imported mapping, name -> tensor.
 
         Raises:
             UnknownUpdate: it is not the one that was imported, or it is given up.
@@ -597,7 +603,7 @@ class TwoPhaseExecutor(RolloutExecutor):
                 raise IllegalTransition(msg)
             pending.run(pending.install, pending.activate)
             self._acknowledged = pending.engine
-            return pending.tensors
+            return _installed(pending.engine, pending.tensors)
 
     @deferred_interrupts()
     def abort_weights(self, update: UpdateRef, reason: str) -> None:

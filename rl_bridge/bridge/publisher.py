@@ -31,6 +31,8 @@ from rl_bridge.manifest.parallel import require_supported
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.control import Record
 from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.passes import checked_count
+from rl_bridge.trainers.chunks import checked_dtype
 from rl_bridge.trainers.state_dict import Source, SourceReader
 from rl_bridge.transports.base import PublisherEnd, Transport
 
@@ -38,6 +40,8 @@ _LOG = logging.getLogger(__name__)
 _REMEMBERED = 32
 _MOST_BITS = 63
 _LOOK_S = 0.5
+# States in which a consumer does not need an update, if no tensor of it lives there any more.
+_WITHOUT = frozenset({"", State.REJECTED, State.RELEASED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,12 @@ class ConsumerReport:
     proof: Mapping[str, JSONValue] | None = None
     timings_ms: Mapping[str, float] = field(default_factory=dict)
     tensors_held: bool = False
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the consumer lives and still needs the update: it may read it again."""
+        has_it = self.state not in _WITHOUT or self.tensors_held
+        return self.presence == "alive" and has_it
 
 
 @dataclass(slots=True)
@@ -147,39 +157,58 @@ class Publisher:
         """The leaf list of what was published last; empty if it has none."""
         return b"" if self._plan is None else self._plan.leaf_list.tobytes()
 
+    @property
+    def next_version(self) -> int:
+        """The version of a publication that is not told one: behind all that are known here.
+
+        Raises:
+            WeightBridgeUnavailableError: the versions that are stored here cannot be read.
+
+        """
+        last = self.last_version
+        if last is None:
+            last = self.end.last_stored()
+        return 0 if last is None else last + 1
+
     def publish(
         self,
         source: Source,
+        weight_version: int | None = None,
         *,
-        weight_version: int,
         metadata: Mapping[str, JSONValue] | None = None,
         trainable: Iterable[str] | None = None,
         adapter: str | AdapterSpec | None = None,
         merged: bool = False,
         base_root: str = "",
+        dtype: torch.dtype | None = None,
+        keep: int | None = None,
         is_part: bool = False,
     ) -> WeightUpdateManifest:
         """Take a sealed snapshot of `source` and describe it. See `TensorBridge.publish`.
 
         With `is_part` it is one rank's part of a group: whether a group's version is suspicious is
-        judged of all parts together.
+        judged of all parts together, and older parts are released when all of them are published
+        (`release_older`).
         """
-        weight_version = checked_version(weight_version)
+        told = None if weight_version is None else checked_version(weight_version)
+        keep, dtype = checked_keep(keep), checked_dtype(dtype)
         require_supported(metadata)
         with self._turn():
-            self._await_turn(weight_version)
+            weight_version = self._await_turn(told)
             start = time.perf_counter()
             given = self._reader.read(
                 source, trainable, adapter=adapter, merged=merged, base_root=base_root
             )
             if not given.tensors and not is_part:
                 raise no_tensors()
-            plan = self._plan_for(given.tensors, given.trainable)
+            plan = self._plan_for(given.tensors, given.trainable, dtype)
             gathered = time.perf_counter()
             # Whatever can be wrong with the input is found before memory is written.
             metadata = freeze(metadata or {})
             if given.spec is not None:
                 metadata = freeze(self._adapter_metadata(given.spec, metadata, plan.table))
+            # What was held when it was superseded may be free by now: its slot is the next one's.
+            self.release_older(keep, given.spec)
             offering: AbstractContextManager[None] = nullcontext()
             if self.end.offers:
                 offering = self.end.offering(weight_version, is_part=is_part, pause=self._pause)
@@ -237,6 +266,8 @@ class Publisher:
                 if not is_part:
                     self._watch.note(self.suspicious, manifest)
                 lifecycle.fire(Event.PUBLISH)
+                if not is_part:
+                    self.release_older(keep, given.spec)
                 self._forget_old()
                 return manifest
 
@@ -247,6 +278,28 @@ class Publisher:
             if record is not None and Event.RELEASE in record.lifecycle.moves:
                 self.end.release(update_id)
                 record.lifecycle.fire(Event.RELEASE)
+
+    def release_older(self, keep: int | None, adapter: AdapterSpec | None) -> None:
+        """Release what is older than the newest `keep` versions, unless a consumer holds it.
+
+        Args:
+            keep: None releases nothing.
+            adapter: versions of this LoRA adapter; None: those of the model's weights.
+
+        """
+        with self._turn():
+            name = None if adapter is None else adapter.name
+            older = [
+                one.manifest.update_id
+                for one in self._updates.values()
+                if one.lifecycle.state is State.PUBLISHED and _adapter_of(one.manifest) == name
+            ][: None if keep is None else -keep]
+            if keep is None or not older:
+                return
+            held = {report.update_id for report in self.reports() if report.is_holding}
+            for update_id in older:
+                if update_id not in held:
+                    self.release(update_id)
 
     def join_group(self, update_id: str, group: GroupManifest) -> None:
         """Seal the header of a group's manifest with a part of it, in place of the part's own.
@@ -307,15 +360,19 @@ class Publisher:
                 self._plan = None
 
     def _plan_for(
-        self, tensors: dict[str, torch.Tensor], trainable: frozenset[str] | None
+        self,
+        tensors: dict[str, torch.Tensor],
+        trainable: frozenset[str] | None,
+        dtype: torch.dtype | None,
     ) -> PackPlan:
-        if self._plan is None or not self._plan.fits(tensors, trainable):
+        if self._plan is None or not self._plan.fits(tensors, trainable, dtype):
             self._plan = PackPlan(
                 tensors,
                 trainable,
                 place=self.end.place,
                 columns=self.end.columns,
                 looks=self.nonfinite is not Policy.OFF,
+                dtype=dtype,
             )
         return self._plan
 
@@ -354,13 +411,16 @@ class Publisher:
                 del self._updates[update_id]
                 surplus -= 1
 
-    def _await_turn(self, weight_version: int) -> None:
+    def _await_turn(self, weight_version: int | None) -> int:
         """Let a publication end that waits for its receivers; the version must be a later one."""
         while self._is_pausing:
             self._turns.wait(_LOOK_S)
             self._check_open()
+        if weight_version is None:
+            return checked_version(self.next_version)
         if self.last_version is not None and weight_version <= self.last_version:
             raise not_above(weight_version, self.last_version, self.publisher_id)
+        return weight_version
 
     def _pause(self, seconds: float) -> None:
         """Let others have their turn meanwhile, but for another publication."""
@@ -400,6 +460,21 @@ def checked_version(given: object) -> int:
         msg = f"weight_version {shown}: expected an int of 0 or more, below 2**{_MOST_BITS}."
         raise MalformedManifest(msg)
     return version
+
+
+def checked_keep(keep: object) -> int | None:
+    """How many of the newest versions stay published; None: all that are not released.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is below 1.
+
+    """
+    return None if keep is None else checked_count("keep", keep)
+
+
+def _adapter_of(manifest: WeightUpdateManifest) -> str | None:
+    return None if manifest.adapter is None else manifest.adapter.name
 
 
 def _flatten(record: Record) -> list[ConsumerReport]:

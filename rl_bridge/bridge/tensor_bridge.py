@@ -168,13 +168,15 @@ class TensorBridge:
     def publish(
         self,
         source: Source,
+        weight_version: int | None = None,
         *,
-        weight_version: int,
         metadata: Mapping[str, JSONValue] | None = None,
         trainable: Iterable[str] | None = None,
         adapter: str | AdapterSpec | None = None,
         merged: bool = False,
         base_root: str = "",
+        dtype: torch.dtype | None = None,
+        keep: int | None = None,
     ) -> WeightUpdateManifest:
         """Publish one complete version: a sealed snapshot that no later training step changes.
 
@@ -183,7 +185,9 @@ class TensorBridge:
                 tensor)`` pairs or of `WeightChunk`, such as ``extractor.local()``. Tensors of any
                 shape and strides, on the CPU, or on the GPU over a transport that carries those;
                 views travel with their own bytes only, tied tensors once.
-            weight_version: 0 or more, above every version that this publisher used before.
+            weight_version: 0 or more, above every version that this publisher used before. None
+                takes the next one: behind the last one of this publisher, of its `state_dir` or of
+                the store that it publishes to; the very first is 0.
             metadata: JSON values of your own; ``metadata["layout"]`` is checked and filled.
             trainable: names that a training step changes, for the no-op detector; by default a
                 module's parameters that require gradients.
@@ -194,6 +198,12 @@ class TensorBridge:
                 the training weights stay as they are. The merged ones are made in new memory.
             base_root: root of the base weights that the adapter was trained on: an engine with
                 another base refuses it. Empty: that is not checked.
+            dtype: to which floating-point tensors are cast on their way into the sealed memory,
+                such as ``torch.bfloat16``; others travel as they are, and tied tensors stay tied.
+                None casts nothing.
+            keep: as soon as this version is published, older ones than the newest `keep` are
+                released, each when no living consumer holds it: now, or with a later publication.
+                An adapter's versions are counted apart. None: each stays until `release`.
 
         Returns:
             The manifest: send its `to_json` to the rollout side.
@@ -206,16 +216,19 @@ class TensorBridge:
             SlotsExhausted: consumers or unreleased updates hold every slot.
             SuspiciousUpdate: NaN or Inf, or the second update in a row that changes nothing; with
                 ``suspicious="reject"`` whatever is suspicious.
+            TypeError, ValueError: a `dtype` that holds no floating-point numbers; `keep` below 1.
 
         """
         return self.publisher.publish(
             source,
-            weight_version=weight_version,
+            weight_version,
             metadata=metadata,
             trainable=trainable,
             adapter=adapter,
             merged=merged,
             base_root=base_root,
+            dtype=dtype,
+            keep=keep,
         )
 
     def consumers(self) -> list[ConsumerReport]:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from rl_bridge.errors import GroupAborted, WeightBridgeUnavailableError
+from rl_bridge.installers.base import require_plain
 from rl_bridge.transports.base import checked_seconds
 
 Store = torch._C._distributed_c10d.Store  # noqa: SLF001 - what torch.distributed shows without exporting it
@@ -288,8 +289,10 @@ class FunctionExchange(GroupExchange):
 
         Raises:
             ValueError: `rank` is none of them.
+            TypeError: a coroutine function.
 
         """
+        require_plain(function, "function")
         super().__init__(rank, world_size, store)
         self._function = function
 

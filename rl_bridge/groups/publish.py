@@ -17,7 +17,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -32,7 +32,7 @@ from pydantic import (
 )
 
 from rl_bridge.bridge.arguments import update_id_of
-from rl_bridge.bridge.publisher import ConsumerReport, checked_version
+from rl_bridge.bridge.publisher import ConsumerReport, checked_keep, checked_version
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     ChecksumMismatch,
@@ -47,6 +47,7 @@ from rl_bridge.errors import (
     describe,
 )
 from rl_bridge.groups.exchange import GroupExchange
+from rl_bridge.installers.base import require_plain
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, thaw
@@ -58,9 +59,10 @@ from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import Piece, Placement, WeightLayout
 from rl_bridge.manifest.table import collector_paused
-from rl_bridge.memory.packing import checked_block, dtype_name
+from rl_bridge.memory.packing import checked_block, dtype_name, wire_dtype
 from rl_bridge.memory.tensors import TensorFacts
 from rl_bridge.trainers.base import WeightExtractor
+from rl_bridge.trainers.chunks import checked_dtype, wire_name
 from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
 from rl_bridge.transports.base import checked_seconds
 
@@ -100,8 +102,9 @@ class Hello(_Message):
     Attributes:
         rank: its rank.
         world_size: number of ranks, as far as it knows.
-        weight_version: to publish.
+        weight_version: to publish; None: it was not told one.
         last_version: the last version that it used.
+        next_version: the one that it would use then, were it alone.
         placements: digest of its placements.
         known: digest of all ranks' placements that it knows already.
 
@@ -109,8 +112,9 @@ class Hello(_Message):
 
     rank: StrictInt
     world_size: StrictInt
-    weight_version: StrictInt
+    weight_version: StrictInt | None
     last_version: StrictInt | None
+    next_version: StrictInt | None
     placements: StrictStr
     known: StrictStr | None
 
@@ -147,8 +151,11 @@ class Part(_Message):
             raise GroupAborted(msg, (rank,)) from error
 
 
-def check_hellos(hellos: Sequence[Hello]) -> None:
+def check_hellos(hellos: Sequence[Hello]) -> int:
     """Check, before anything is published, that all ranks publish the same version.
+
+    Returns:
+        That version. Where no rank was told one, it is the first that none of them has used.
 
     Raises:
         RanksDisagree: on the world size, their places in it, or the version.
@@ -168,10 +175,12 @@ def check_hellos(hellos: Sequence[Hello]) -> None:
         said = {f"rank {hello.rank}": hello.weight_version for hello in hellos}
         msg = (
             f"the ranks publish different versions: {said}. Publish the same weight_version from "
-            "every rank."
+            "every rank, or none from all of them: then they count on together."
         )
         raise RanksDisagree(msg)
     version = hellos[0].weight_version
+    if version is None:
+        return max(hello.next_version or 0 for hello in hellos)
     last = max(hellos, key=lambda hello: -1 if hello.last_version is None else hello.last_version)
     if last.last_version is not None and version <= last.last_version:
         msg = (
@@ -180,6 +189,7 @@ def check_hellos(hellos: Sequence[Hello]) -> None:
             "later, from every rank."
         )
         raise VersionNotMonotonic(msg)
+    return version
 
 
 def check_placements(
@@ -324,10 +334,12 @@ class _Run:
     """One publication on this rank, and how far it got."""
 
     give: Callable[[], tuple[Source, Mapping[str, Placement]]]
-    version: int
+    version: int | None  # None until the ranks have agreed, if they were not told one
     metadata: Mapping[str, JSONValue]
     trainable: Iterable[str] | None
     adapter: AdapterSpec | None
+    dtype: torch.dtype | None
+    keep: int | None
     placements: Mapping[str, Placement] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     flags: frozenset[str] | None = None
@@ -340,8 +352,13 @@ class _Mine(NamedTuple):
     """A rank's placements, and the tensors that were last compared with them."""
 
     placements: Mapping[str, Placement]
+    dtype: torch.dtype | None
     text: str
     tensors: tuple[tuple[str, ...], TensorFacts] | None = None  # as they were published
+
+    def is_of(self, placements: Mapping[str, Placement], dtype: torch.dtype | None) -> bool:
+        """Whether these are the placements, of tensors that travel in that dtype."""
+        return self.dtype is dtype and self.placements == placements
 
     def has_placed(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether these are the tensors that were compared with the placements."""
@@ -388,20 +405,27 @@ class GroupPublisher:
         source: Source,
         placements: Mapping[str, Placement] | None = None,
         *,
-        weight_version: int,
+        weight_version: int | None = None,
         metadata: Mapping[str, JSONValue] | None = None,
         trainable: Iterable[str] | None = None,
         adapter: AdapterSpec | None = None,
+        dtype: torch.dtype | None = None,
+        keep: int | None = None,
     ) -> GroupManifest:
         """Publish this rank's part of one version, when all others publish theirs.
 
         Args:
             source: this rank's own tensors: an extractor, or what `TensorBridge.publish` takes.
-            placements: where each of them lies in the whole tensors; an extractor knows it.
-            weight_version: the same on every rank, above what any of them used before.
+            placements: where each of them lies in the whole tensors; an extractor knows it. Their
+                dtypes are those of the tensors as they are given.
+            weight_version: the same on every rank, above what any of them used before. None, on all
+                of them, takes the first that none of them has used: the ranks agree on it.
             metadata: JSON values of your own; the group's are those of rank 0.
             trainable: as for `TensorBridge.publish`.
             adapter: what belongs to the tensors if they are an adapter; an extractor knows it.
+            dtype: as for `TensorBridge.publish`; the same on every rank.
+            keep: as for `TensorBridge.publish`: each rank releases its own older parts, when no
+                consumer holds them. A version of which one part is released cannot be imported.
 
         Returns:
             The group's manifest, the same on every rank.
@@ -412,15 +436,24 @@ class GroupPublisher:
             VersionNotMonotonic: a rank used this version already.
             GroupAborted: a rank failed, died or was late; no rank's part is published.
             SuspiciousUpdate: as `TensorBridge.publish`, judged of the whole group.
+            TypeError: placements that are no mapping.
             Exception: this rank's own failure, unchanged; the others get `GroupAborted`.
 
         """
+        given: object = placements
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(
+                f"placements={given!r}: expected a mapping of names to Placement, or None for an "
+                "extractor. A version is given by its name: weight_version=..."
+            )
         return self.publish_from(
             lambda: (source, placements or {}),
             weight_version=weight_version,
             metadata=metadata,
             trainable=trainable,
             adapter=adapter,
+            dtype=dtype,
+            keep=keep,
         )
 
     @deferred_interrupts()
@@ -428,10 +461,12 @@ class GroupPublisher:
         self,
         give: Callable[[], tuple[Source, Mapping[str, Placement]]],
         *,
-        weight_version: int,
+        weight_version: int | None = None,
         metadata: Mapping[str, JSONValue] | None = None,
         trainable: Iterable[str] | None = None,
         adapter: AdapterSpec | None = None,
+        dtype: torch.dtype | None = None,
+        keep: int | None = None,
     ) -> GroupManifest:
         """Publish what a function gives: if it raises, the other ranks are told at once.
 
@@ -441,14 +476,18 @@ class GroupPublisher:
             metadata: see `publish`.
             trainable: see `publish`.
             adapter: see `publish`.
+            dtype: see `publish`.
+            keep: see `publish`.
 
         Raises:
             WeightBridgeError: what `publish` raises.
+            TypeError: `give` is a coroutine function, or a generator.
             Exception: what `give` raises, unchanged; the others get `GroupAborted`.
 
         """
+        require_plain(give, "give")
         self._exchange.begin()
-        run = _Run(give, weight_version, metadata or {}, trainable, adapter)
+        run = _Run(give, weight_version, metadata or {}, trainable, adapter, dtype, keep)
         try:
             self._agree(run)
             self._commit(run)
@@ -462,11 +501,11 @@ class GroupPublisher:
                     self.bridge.release(run.part.update_id)
                     error.add_note("rl_bridge: this rank has withdrawn its part.")
                 raise
-            self._remember(run.voted)
+            self._remember(run)
             if not isinstance(error, Exception):
                 raise
+        self._remember(run)
         assert run.voted is not None
-        self._remember(run.voted)
         return run.voted
 
     def release(self, update_id: str | GroupManifest) -> None:
@@ -536,7 +575,7 @@ class GroupPublisher:
     def _agree(self, run: "_Run") -> None:
         bodies = self._share("hello", lambda: self._hello(run))
         hellos = [Hello.read(body, rank) for rank, body in enumerate(bodies)]
-        check_hellos(hellos)
+        run.version = check_hellos(hellos)
         known = text_digest(",".join(one.placements for one in hellos))
         if {one.known for one in hellos} != {known}:
             self._known, self._layout = None, None
@@ -592,7 +631,9 @@ class GroupPublisher:
         return read_messages(step, payloads)
 
     def _hello(self, run: "_Run") -> dict[str, JSONValue]:
-        run.version = checked_version(run.version)
+        if run.version is not None:
+            run.version = checked_version(run.version)
+        run.dtype, run.keep = checked_dtype(run.dtype), checked_keep(run.keep)
         source, run.placements = run.give()
         if isinstance(source, WeightExtractor):
             run.placements = run.placements or source.placements()
@@ -600,11 +641,19 @@ class GroupPublisher:
         if run.adapter is not None:
             run.metadata = run.adapter.to_metadata(run.metadata)
         run.tensors = named_tensors(source)
-        mine = self._mine if self._mine and self._mine.placements == run.placements else None
+        mine = self._mine if self._mine and self._mine.is_of(run.placements, run.dtype) else None
         if mine is None or not mine.has_placed(run.tensors):
             check_placements(self._exchange.rank, run.tensors, run.placements)
-            text = placements_text(run.placements) if mine is None else mine.text
-            mine = _Mine(dict(run.placements), text)
+            if mine is None:
+                placed = {
+                    name: replace(one, dtype=wire_name(wire_dtype(tensor.dtype, run.dtype)))
+                    for name, one in run.placements.items()
+                    for tensor in (run.tensors[name],)
+                }
+                text = placements_text(placed)
+            else:
+                text = mine.text
+            mine = _Mine(dict(run.placements), run.dtype, text)
         run.flags = trainable_names(source, run.tensors, run.trainable)
         self._mine, run.text = mine, mine.text
         publisher = self.bridge.publisher
@@ -613,6 +662,7 @@ class GroupPublisher:
             "world_size": self._exchange.world_size,
             "weight_version": run.version,
             "last_version": publisher.last_version,
+            "next_version": publisher.next_version if run.version is None else None,
             "placements": text_digest(run.text),
             "known": self._known,
         }
@@ -621,11 +671,13 @@ class GroupPublisher:
         layout = WeightLayout.from_metadata(run.metadata).to_metadata()
         layout |= {"rank": self._exchange.rank, "world_size": self._exchange.world_size}
         publisher = self.bridge.publisher
+        publisher.release_older(run.keep, run.adapter)
         run.part = publisher.publish(
             run.tensors,
-            weight_version=run.version,
+            run.version,
             metadata={**run.metadata, "layout": layout},
             trainable=run.flags,
+            dtype=run.dtype,
             is_part=True,
         )
         if self._mine is not None and self._mine.tensors is None:
@@ -686,8 +738,11 @@ class GroupPublisher:
             _LOG.warning("the other ranks were not told how the publication ended", exc_info=True)
             return True
 
-    def _remember(self, manifest: GroupManifest) -> None:
+    def _remember(self, run: "_Run") -> None:
+        manifest = run.voted
+        assert manifest is not None
         self._watch.note(self.bridge.publisher.suspicious, manifest)
+        self.bridge.publisher.release_older(run.keep, run.adapter)
         self._parts[manifest.update_id] = manifest.parts[self._exchange.rank].update_id
         while len(self._parts) > _REMEMBERED:
             self._parts.popitem(last=False)

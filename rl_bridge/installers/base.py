@@ -7,10 +7,11 @@ An adapter's life during one update: ``prepare`` (refuse before byte 0) -> ``ins
 out before any update.
 """
 
+import functools
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -288,9 +289,11 @@ def checked_quiesce(quiesce: Quiesce) -> Quiesce:
     """The function as it was given.
 
     Raises:
-        TypeError: it cannot be called without arguments, such as a context manager or a lock.
+        TypeError: it cannot be called without arguments, such as a context manager or a lock, or
+            it is a coroutine function.
 
     """
+    require_plain(quiesce, "quiesce")
     if callable(quiesce):
         try:
             inspect.signature(quiesce).bind()
@@ -307,25 +310,101 @@ def checked_quiesce(quiesce: Quiesce) -> Quiesce:
     raise TypeError(msg)
 
 
-def require_plain(method: object, what: str) -> None:
-    """Refuse a method that returns before it has done anything: a coroutine's, or a generator.
+def quiet(quiesce: Quiesce) -> AbstractContextManager[object]:
+    """The context in which the engine does not run.
+
+    Raises:
+        TypeError: `quiesce` gave none.
+
+    """
+    context: object = quiesce()
+    if not isinstance(context, AbstractContextManager):
+        require_done(context, "quiesce")
+        msg = (
+            f"quiesce returned a {type(context).__name__}, expected a context manager. Write "
+            "it with contextlib.contextmanager: stop the engine, yield, let it go on."
+        )
+        raise TypeError(msg)
+    return context
+
+
+def require_call(
+    function: object, what: str, given: Sequence[str], named: Sequence[str] = ()
+) -> None:
+    """Make sure that a function can be called as it will be: in an update it would be too late.
+
+    Args:
+        function: of the user's.
+        what: names it in messages; behind the last dot stands its own name.
+        given: names of what it is given by position.
+        named: names of what it is given by keyword.
+
+    Raises:
+        TypeError: it cannot, or a call of it would do nothing (`require_plain`).
+
+    """
+    call = f"{what.rpartition('.')[2]}({', '.join([*given, *(f'{one}=...' for one in named)])})"
+    if not callable(function):
+        msg = f"{what}: got {_kind(function)}, expected a function. It is called as {call}."
+        raise TypeError(msg)
+    require_plain(function, what)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # written in C: Python cannot tell
+    try:
+        signature.bind(*given, **dict.fromkeys(named))
+    except TypeError as error:
+        msg = f"{what}{signature} cannot be called as {call}: {error}. Give it these parameters."
+        raise TypeError(msg) from None
+
+
+def require_plain(function: object, what: str) -> None:
+    """Refuse a function that returns before it has done anything: a coroutine's, or a generator.
 
     Raises:
         TypeError: it is one.
 
     """
+    called = function
+    if not inspect.isroutine(function) and not isinstance(function, functools.partial):
+        called = getattr(type(function), "__call__", function)  # noqa: B004 - to look at it
     kinds = {
-        "async def": inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method),
-        "a generator": inspect.isgeneratorfunction(method),
+        "async def": inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called),
+        "a generator": inspect.isgeneratorfunction(called),
     }
     for kind, is_one in kinds.items():
         if is_one:
             msg = (
                 f"{what} is {kind}, expected a plain function: a call of it would do nothing. "
-                "Wait inside of it for what is asynchronous, such as by "
-                "asyncio.run_coroutine_threadsafe(...).result(timeout)."
+                f"{_AWAIT_INSIDE}"
             )
             raise TypeError(msg)
+
+
+def require_done(answer: object, what: str) -> None:
+    """Refuse what a plain function returned, if somebody would have to await it: nobody does.
+
+    Raises:
+        TypeError: it is a coroutine, a task or a future of asyncio.
+
+    """
+    if not inspect.isawaitable(answer):
+        return
+    if inspect.iscoroutine(answer):
+        answer.close()  # else Python warns later, far from here, that it was never awaited
+    msg = (
+        f"{what} returned a {type(answer).__name__}, which nothing awaits, expected that all is "
+        f"done when it returns. {_AWAIT_INSIDE}"
+    )
+    raise TypeError(msg)
+
+
+_AWAIT_INSIDE = (
+    "Wait inside of it for what is asynchronous, such as by "
+    "asyncio.run_coroutine_threadsafe(...).result(timeout), or by asyncio.run(...) where no event "
+    "loop runs in this thread."
+)
 
 
 def _kind(item: object) -> str:

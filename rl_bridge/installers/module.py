@@ -14,7 +14,7 @@ Three ways, one contract:
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal
@@ -38,6 +38,7 @@ from rl_bridge.installers.base import (
     TransactionalAdapter,
     checked_engine,
     checked_quiesce,
+    quiet,
     require_owned,
 )
 from rl_bridge.installers.engine_memory import Binding, EngineMemory, differs
@@ -520,7 +521,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
         if self._update is None or self._update.manifest.update_id != manifest.update_id:
             self.prepare(manifest, tensors)
         assert self._update is not None
-        with self._quiet():
+        with quiet(self._quiesce):
             if not self._is_dirty and self._mode.uses_addresses:
                 self._require_in_place(self._update)
             self._is_dirty = True
@@ -565,7 +566,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
 
         """
         # Where the engine never came to rest, nothing was written that it must rest for.
-        with self._quiet() if self._is_dirty else nullcontext():
+        with quiet(self._quiesce) if self._is_dirty else nullcontext():
             if self._origin is not None:
                 self._mode.undo(self._origin)
             self._forget()
@@ -595,16 +596,6 @@ class ModuleInstallAdapter(TransactionalAdapter):
     def _forget(self) -> None:
         self._update = self._origin = None
         self._mode.end()
-
-    def _quiet(self) -> AbstractContextManager[object]:
-        context: object = self._quiesce()
-        if not isinstance(context, AbstractContextManager):
-            msg = (
-                f"quiesce returned a {type(context).__name__}, expected a context manager. Write "
-                "it with contextlib.contextmanager: stop the engine, yield, let it go on."
-            )
-            raise TypeError(msg)
-        return context
 
 
 def require_imported(tensors: object) -> ImportedTensors:

@@ -10,7 +10,7 @@ through it once more, and what cannot be promised is logged when it is wrapped.
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from types import MemberDescriptorType
 from typing import Any
@@ -23,7 +23,8 @@ from rl_bridge.installers.base import (
     InstallProof,
     TransactionalAdapter,
     WeightInstallAdapter,
-    require_plain,
+    require_call,
+    require_done,
 )
 from rl_bridge.installers.engine_memory import EngineMemory
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
@@ -196,7 +197,7 @@ class WrappedAdapter(TransactionalAdapter):
         self._has_begun = True
         self._pending = (manifest, tensors)
         self._written.update(manifest.table.rows)
-        self.adapter.install(manifest, tensors)
+        self._install(manifest, tensors)
 
     def prove(self) -> InstallProof:
         """Ask the adapter, or read its engine.
@@ -247,7 +248,7 @@ class WrappedAdapter(TransactionalAdapter):
         elif self._previous is not None:
             self._require_covered(self._previous[0])
             _require_unwritten(*self._previous, num_threads=self._num_threads)
-            self.adapter.install(*self._previous)
+            self._install(*self._previous)
         else:
             msg = (
                 "the first install failed and cannot be undone: the adapter's engine cannot be "
@@ -311,13 +312,23 @@ class WrappedAdapter(TransactionalAdapter):
         # A torn engine still needs it; it goes with the next commit.
         if known is not None and known[0].update_id == update_id and self._pending is None:
             self._previous = None
-        self.adapter.release(update_id)
+        self._call("release", update_id)
+
+    def _install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        require_done(self.adapter.install(manifest, tensors), self._called("install"))
+
+    def _called(self, verb: str) -> str:
+        return f"{type(self.adapter).__name__}.{verb}"
 
     def _has(self, verb: str) -> bool:
         return _has(self.adapter, verb)
 
     def _call(self, verb: str, *arguments: object) -> Any:
-        return getattr(self.adapter, verb)(*arguments) if self._has(verb) else None
+        if not self._has(verb):
+            return None
+        answer = getattr(self.adapter, verb)(*arguments)
+        require_done(answer, self._called(verb))
+        return answer
 
 
 def _has(adapter: object, verb: str) -> bool:
@@ -355,42 +366,54 @@ def _require_adapter(adapter: object) -> None:
     raise TypeError(msg)
 
 
-_CALLED_WITH = {
-    **dict.fromkeys(("prepare", "install"), ("manifest", "tensors")),
-    **dict.fromkeys(("prove", "undo", "abandon", "commit"), ()),
-    "release": ("update_id",),
-}
+def _interface() -> tuple[dict[str, inspect.Signature], list[str]]:
+    """Methods of a `TransactionalAdapter` with their signatures, and its properties."""
+    methods, properties = {}, []
+    for name, item in vars(TransactionalAdapter).items():
+        if isinstance(item, property):
+            properties.append(name)
+        elif not name.startswith("_") and inspect.isfunction(item):
+            _self, *given = inspect.signature(item).parameters.values()
+            methods[name] = inspect.Signature(given)
+    return methods, properties
 
 
-def _require_signatures(adapter: object, *more: str) -> None:
+_METHODS, _PROPERTIES = _interface()
+# What is called of an adapter that has only some of the verbs.
+_OF_ANY = ("prepare", "install", "prove", "undo", "abandon", "commit", "release")
+
+
+def _require_signatures(adapter: object, verbs: Iterable[str] = _OF_ANY) -> None:
     """Make sure that methods can be called as they will be: in an update it would be too late.
-
-    Args:
-        adapter: the adapter.
-        more: methods without parameters that are called besides.
 
     Raises:
         TypeError: one cannot.
 
     """
-    for verb, arguments in {**_CALLED_WITH, **dict.fromkeys(more, ())}.items():
+    kind = type(adapter).__name__
+    for verb in verbs:
         method = getattr(adapter, verb, None)
-        if not callable(method):
-            continue
-        require_plain(method, f"weight_install_adapter: {type(adapter).__name__}.{verb}")
-        try:
-            signature = inspect.signature(method)
-        except ValueError:
-            continue  # written in C: Python cannot tell
-        try:
-            signature.bind(*arguments)
-        except TypeError as error:
-            kind = type(adapter).__name__
+        if callable(method):
+            given = _METHODS[verb].parameters.values()
+            named = [one.name for one in given if one.kind is one.KEYWORD_ONLY]
+            others = [one.name for one in given if one.kind is not one.KEYWORD_ONLY]
+            require_call(method, f"weight_install_adapter: {kind}.{verb}", others, named)
+
+
+def _require_properties(adapter: TransactionalAdapter) -> None:
+    """Make sure that what is asked without a call is no method: that would be true in any case.
+
+    Raises:
+        TypeError: one is.
+
+    """
+    for name in _PROPERTIES:
+        if inspect.isroutine(inspect.getattr_static(type(adapter), name)):
             msg = (
-                f"weight_install_adapter: {kind}.{verb}{signature} cannot be called as "
-                f"{verb}({', '.join(arguments)}): {error}. Give it these parameters."
+                f"weight_install_adapter: {type(adapter).__name__}.{name} is a method, expected a "
+                "property or a value: it is asked without a call. Write @property above it."
             )
-            raise TypeError(msg) from None
+            raise TypeError(msg)
 
 
 def _require_unwritten(
@@ -435,5 +458,6 @@ def as_transactional(
     checked_threads(num_threads)
     if not isinstance(adapter, TransactionalAdapter):
         return WrappedAdapter(adapter, initial=initial, num_threads=num_threads)
-    _require_signatures(adapter, "resume", "take_over", "leave")
+    _require_signatures(adapter, _METHODS)
+    _require_properties(adapter)
     return adapter

@@ -44,6 +44,11 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return _name_of(tensor.dtype)
 
 
+def wire_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor travels: only floating-point tensors are cast."""
+    return own if asked is None or not own.is_floating_point else asked
+
+
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -146,6 +151,7 @@ class PackPlan:
         place: Place = CPU_PLACE,
         columns: bool = False,
         looks: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Lay out `tensors`.
 
@@ -155,6 +161,8 @@ class PackPlan:
             place: where all of them, and the arena, lie.
             columns: make a column list, too, if any tensor can be cut and `place` is the CPU's.
             looks: look for NaN and Inf in what is packed.
+            dtype: to which floating-point tensors are cast as they are packed; None leaves them as
+                they are.
 
         Raises:
             WeightBridgeUnavailableError: a tensor that cannot travel this way; nothing was touched.
@@ -164,6 +172,7 @@ class PackPlan:
         """
         self._place = place
         self._looks = looks
+        self._dtype = dtype
         self.leaf_list = self.column_list = np.empty(0, np.uint8)
         with collector_paused():
             self._lay_out(tensors, trainable, columns=columns)
@@ -182,7 +191,10 @@ class PackPlan:
         self.trainable = trainable
         is_on_cpu = self._place.device.type == "cpu"
         table = TensorTable.pack(
-            {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in stored.items()},
+            {
+                name: (_name_of(wire_dtype(tensor.dtype, self._dtype)), tuple(tensor.shape))
+                for name, tensor in stored.items()
+            },
             ties=ties,
             trainable=trainable,
             device=self._place.device.type,
@@ -204,9 +216,18 @@ class PackPlan:
         values = list(tensors.values())
         self._facts = TensorFacts(values)
         is_dense = [tensor.is_contiguous() and not is_lazy_view(tensor) for tensor in values]
+        is_cast = [
+            wire_dtype(tensor.dtype, self._dtype) is not tensor.dtype and tensor.numel() > 0
+            for tensor in values
+        ]
         # Strided tensors and lazy views are gathered by torch, straight into the arena, and
-        # digested there.
-        self._gathered = [(row, index) for row, index in enumerate(order) if not is_dense[index]]
+        # digested there. So are those that are cast: what is digested, and looked at for NaN, is
+        # what travels.
+        rows = list(enumerate(order))
+        self._cast = [(row, index) for row, index in rows if is_cast[index]]
+        self._gathered = [
+            (row, index) for row, index in rows if not is_dense[index] and not is_cast[index]
+        ]
         # Next time, these could come with another laziness over the same memory.
         self._laziness = {
             index: _laziness(tensor)
@@ -218,12 +239,18 @@ class PackPlan:
             [values[index].data_ptr() for index in order], np.uint64
         )
 
-    def fits(self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None) -> bool:
+    def fits(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        trainable: frozenset[str] | None,
+        dtype: torch.dtype | None = None,
+    ) -> bool:
         """Whether `tensors` are the same views of the same memory as those planned for."""
         if trainable is not None:
             trainable = frozenset(self.table.ties.get(name, name) for name in trainable)
         return (
             self.trainable == trainable
+            and self._dtype is dtype
             and tuple(tensors) == self._names
             and self._facts.hold(values := list(tensors.values()))
             and all(_laziness(values[i]) == known for i, known in self._laziness.items())
@@ -242,13 +269,19 @@ class PackPlan:
         """
         targets = self.table.offset_column + np.uint64(address)
         sources = self._sources
-        if self._gathered:
+        if self._gathered or self._cast:
             sources = sources.copy()
             values = list(tensors.values())
             for row, index in self._gathered:
                 target = self._place.bytes_at(int(targets[row]), self.table.nbytes[row])
                 elements = raw_elements(values[index].detach().resolve_conj().resolve_neg())
                 target.view(elements.dtype).view(elements.shape).copy_(elements)
+                sources[row] = targets[row]
+            for row, index in self._cast:
+                target = self._place.bytes_at(int(targets[row]), self.table.nbytes[row])
+                given = values[index].detach()
+                dtype = wire_dtype(given.dtype, self._dtype)
+                target.view(dtype).view(given.shape).copy_(given)
                 sources[row] = targets[row]
         digests = self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
         self._note_lists(sources)
@@ -264,10 +297,17 @@ class PackPlan:
             16 bytes per stored tensor, in layout order.
 
         Raises:
-            WeightBridgeUnavailableError: one of them is strided.
+            WeightBridgeUnavailableError: one of them is strided, or would have to be cast.
 
         """
         del tensors  # those that it was made of
+        if self._cast:
+            name = self.table.names[self._cast[0][0]]
+            msg = (
+                f"tensor {name!r} would be cast to {self._dtype}, and it is read where it lies, so "
+                "nobody can cast it. Leave dtype= out, or have it copied: without in_place."
+            )
+            raise WeightBridgeUnavailableError(msg)
         if self._gathered:
             name = self.table.names[self._gathered[0][0]]
             msg = (

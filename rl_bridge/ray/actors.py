@@ -134,7 +134,9 @@ class WeightPublisherActor:
         return True, getattr(self, method)(*given)
 
     def publish_weights(
-        self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None
+        self,
+        weight_version: int | None = None,
+        metadata: Mapping[str, JSONValue] | None = None,
     ) -> tuple[bytes, dict[str, bytes]]:
         """Publish the weights of now. See `PublisherEndpoint.publish`."""
         return self._publisher_endpoint().publish(weight_version, metadata)

@@ -221,9 +221,16 @@ class RolloutFleet:
         self._members.pop(name, None)
 
     def update(
-        self, weight_version: int, *, metadata: Mapping[str, JSONValue] | None = None
+        self,
+        weight_version: int | None = None,
+        *,
+        metadata: Mapping[str, JSONValue] | None = None,
     ) -> FleetUpdate:
         """Publish the trainer's weights of now, and have every rollout install them.
+
+        Args:
+            weight_version: above the trainer's last one; None takes the next.
+            metadata: JSON values of your own, for the manifest.
 
         Returns:
             The results, by rollout.
@@ -239,7 +246,9 @@ class RolloutFleet:
         used = {member.choice.channel for member in self._members.values()}
         deadline = Deadline(self._timeout_s)
         manifests = self._trainers.publish(weight_version, metadata, used, deadline)
-        root = self._trainers.current.root
+        published = self._trainers.current
+        weight_version = published.weight_version
+        assert weight_version is not None  # as it was published just now
         members = dict(self._members)
         self._trainers.look_again()
         for member in members.values():
@@ -260,7 +269,7 @@ class RolloutFleet:
             _LOG.warning("rollout %s has not version %s: %s", name, weight_version, error)
         return FleetUpdate(
             weight_version=weight_version,
-            root=root,
+            root=published.root,
             answers=MappingProxyType(answers),
             lost=MappingProxyType(lost),
         )

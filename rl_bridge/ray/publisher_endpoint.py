@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -120,7 +120,7 @@ class EndpointOptions:
     address: str = ""
     directories: Sequence[str] = ()
     state_dir: str | None = None
-    transports: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    transports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, given in self.transports.items():
@@ -234,9 +234,16 @@ class PublisherEndpoint:
 
     @_in_turn
     def publish(
-        self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None
+        self,
+        weight_version: int | None = None,
+        metadata: Mapping[str, JSONValue] | None = None,
     ) -> tuple[bytes, dict[str, bytes]]:
         """Publish what the source holds now, on every channel.
+
+        Args:
+            weight_version: above the last one; None takes the next one of this actor. Ranks of a
+                group that know different last ones refuse it (`RanksDisagree`).
+            metadata: JSON values of your own.
 
         Returns:
             The `Announcement`, and channel -> manifest, all as JSON.
@@ -249,6 +256,8 @@ class PublisherEndpoint:
 
         """
         last = self._journal.last_version
+        if weight_version is None:
+            weight_version = 0 if last is None else last + 1
         if last is not None and weight_version <= last:
             # Before any channel takes it: half of them would go on otherwise.
             raise VersionNotMonotonic(
@@ -305,14 +314,12 @@ class PublisherEndpoint:
                 ends.callback(channel.bridge.close)
 
     def _open(self, chosen: PairChoice) -> _Channel:
+        options = dict(self._options.transports.get(chosen.transport, {}))
         bridge = make_weight_bridge(
             chosen.transport,
             source_worker=self._options.worker,
             source_rank=self._options.rank,
-            **{
-                **self._options.transports.get(chosen.transport, {}),
-                **chosen.publisher_options,
-            },
+            **(options | chosen.publisher_options),
         )
         channel = _Channel(bridge, self._publisher(chosen.channel, bridge))
         self._channels[chosen.channel] = channel

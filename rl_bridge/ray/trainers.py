@@ -156,7 +156,7 @@ class Trainers:
 
     def publish(
         self,
-        weight_version: int,
+        weight_version: int | None,
         metadata: Mapping[str, JSONValue] | None,
         used: Collection[str],
         deadline: Deadline,
@@ -164,7 +164,7 @@ class Trainers:
         """Publish the weights of now; channel -> manifest.
 
         Args:
-            weight_version: its version.
+            weight_version: its version; None for the next one of the trainer.
             metadata: for the manifest.
             used: the channels that rollouts use; all others are dropped before.
             deadline: until when.
@@ -173,7 +173,7 @@ class Trainers:
             WeightBridgeError: nothing is published.
 
         """
-        what = f"publish version {weight_version}"
+        what = f"publish version {'next' if weight_version is None else weight_version}"
         is_open = self._see_current(what, deadline).channels
         num = len(self._actors)
         for channel in set(is_open).difference(used):

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ValidationError
 
 from rl_bridge.bridge.arguments import UpdateRef, update_id_of
-from rl_bridge.bridge.engine_state import Acknowledgement
+from rl_bridge.bridge.engine_state import Acknowledgement, InstalledUpdate
 from rl_bridge.errors import (
     BridgeClosed,
     DeadlineExceeded,
@@ -98,11 +98,12 @@ class RemoteEngine:
 
     # ---- the executor's methods ----------------------------------------------------------------
 
-    def update_weights(self, manifest: WeightUpdateManifest | str | bytes) -> Acknowledgement:
+    def update_weights(self, manifest: WeightUpdateManifest | str | bytes) -> InstalledUpdate:
         """Install one complete version over there, or leave everything as it was.
 
         Returns:
-            What the update left behind: proof, timings, memory.
+            The acknowledgement: proof, timings, memory. The tensors are over there: asking for one
+            raises `WeightBridgeUnavailableError`.
 
         Raises:
             WeightBridgeError: refused or undone; the subclass and the text say why.
@@ -136,8 +137,11 @@ class RemoteEngine:
         update_id = update_id_of(update, caller="prepare_weights")
         return self._send("POST", f"/updates/{update_id}/prepare", UpdateView)
 
-    def commit_weights(self, update: UpdateRef) -> Acknowledgement:
+    def commit_weights(self, update: UpdateRef) -> InstalledUpdate:
         """Install, prove and acknowledge the prepared update; sent twice it is done once.
+
+        Returns:
+            What `update_weights` returns.
 
         Raises:
             WeightBridgeError: as `update_weights`.
@@ -152,7 +156,7 @@ class RemoteEngine:
             )
             raise WeightBridgeUnavailableError(msg)
         self.last_ack = view.acknowledgement
-        return self.last_ack
+        return InstalledUpdate.of(view.acknowledgement)
 
     def abort_weights(self, update: UpdateRef, reason: str) -> UpdateView:
         """Abort an update that is not committed.

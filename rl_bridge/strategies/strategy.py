@@ -204,11 +204,9 @@ class WeightTransferStrategy(ABC):
         """
         self._check_info(init_info)
         options = self._engine_options(init_info, rank_offset)
+        options |= self.config.engine_options
         bridge = make_weight_bridge(
-            self.transport,
-            source_worker=f"engine-{rank_offset}",
-            source_rank=rank,
-            **{**options, **self.config.engine_options},
+            self.transport, source_worker=f"engine-{rank_offset}", source_rank=rank, **options
         )
         try:
             return self._make_receiver(bridge)
@@ -243,16 +241,14 @@ class WeightTransferStrategy(ABC):
     def _make_receiver(self, bridge: TensorBridge) -> BridgeTransferReceiver:
         return BridgeTransferReceiver(bridge)
 
-    def _engine_options(self, init_info: WeightSyncInitInfo, rank_offset: int) -> dict[str, object]:
+    def _engine_options(self, init_info: WeightSyncInitInfo, rank_offset: int) -> dict[str, Any]:
         del init_info, rank_offset
         return {}
 
-    def _trainer_bridge(self, rank: int, **options: object) -> TensorBridge:
+    def _trainer_bridge(self, rank: int, **options: Any) -> TensorBridge:
+        options |= self.config.trainer_options
         return make_weight_bridge(
-            self.transport,
-            source_worker="trainer",
-            source_rank=rank,
-            **{**options, **self.config.trainer_options},
+            self.transport, source_worker="trainer", source_rank=rank, **options
         )
 
 
@@ -335,7 +331,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         bridge.join()  # now, so that the first version is sent to all engines at once
         return BridgeTransferReceiver(bridge)
 
-    def _engine_options(self, init_info: WeightSyncInitInfo, rank_offset: int) -> dict[str, object]:
+    def _engine_options(self, init_info: WeightSyncInitInfo, rank_offset: int) -> dict[str, Any]:
         assert isinstance(init_info, TorchDistributedWeightSyncInitInfo)
         mine = init_info.model_copy(update={"rank_offset": rank_offset})
         return {"backend": init_info.backend, "init_info": mine}

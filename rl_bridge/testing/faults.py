@@ -413,6 +413,10 @@ class AroundPublisher(PublisherEnd):
         """Pass on."""
         self.inner.seal_header(update_id, digest)
 
+    def last_stored(self) -> int | None:
+        """Pass on."""
+        return self.inner.last_stored()
+
     def release(self, update_id: str) -> None:
         """Pass on."""
         self.inner.release(update_id)

@@ -17,6 +17,7 @@ from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.manifest.table import collector_paused
+from rl_bridge.memory.packing import wire_dtype
 from rl_bridge.trainers.chunks import (
     DEFAULT_CHUNK_NBYTES,
     BufferPlan,
@@ -26,7 +27,6 @@ from rl_bridge.trainers.chunks import (
     checked_dtype,
     checked_threshold,
     module_of,
-    wire_dtype,
     wire_name,
 )
 from rl_bridge.trainers.modules import Adapters, ModelNames, naming_of

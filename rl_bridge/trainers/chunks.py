@@ -286,11 +286,6 @@ def wire_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def wire_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor travels: only floating-point tensors are cast."""
-    return own if asked is None or not own.is_floating_point else asked
-
-
 def checked_dtype(dtype: object) -> torch.dtype | None:
     """Check the dtype that a user asks for.
 

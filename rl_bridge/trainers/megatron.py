@@ -25,13 +25,13 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.adapter import PEFT_ROOT, AdapterSpec
 from rl_bridge.manifest.parallel import Piece
+from rl_bridge.memory.packing import wire_dtype
 from rl_bridge.trainers.base import RankTensor, WeightExtractor, tied_refusal
 from rl_bridge.trainers.chunks import (
     DEFAULT_CHUNK_NBYTES,
     WeightChunk,
     checked_dtype,
     module_of,
-    wire_dtype,
     wire_name,
 )
 from rl_bridge.trainers.gather import (

@@ -240,6 +240,17 @@ class PublisherEnd(ABC):
         The version stands, so nothing is raised: what fails is logged.
         """
 
+    def last_stored(self) -> int | None:
+        """The highest version that is stored here, of earlier publishers; None if none is.
+
+        A publisher that was not told a number, and has published nothing, goes on from it.
+
+        Raises:
+            WeightBridgeUnavailableError: the store cannot be read.
+
+        """
+        return None
+
     @abstractmethod
     def release(self, update_id: str) -> None:
         """Release an update; readers that hold it keep it. Unknown ids are ignored."""

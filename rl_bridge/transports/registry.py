@@ -24,6 +24,7 @@ from rl_bridge.transports.nixl.agent import Counters
 from rl_bridge.transports.nixl.messages import Entry
 from rl_bridge.transports.nixl.transport import NIXL
 from rl_bridge.transports.shared_memory import SharedMemory
+from rl_bridge.transports.wire.tls import TLSFiles
 
 __all__ = [
     "ALIASES",
@@ -34,6 +35,7 @@ __all__ = [
     "Counters",
     "Entry",
     "Files",
+    "TLSFiles",
     "canonical_name",
     "probe",
     "register_transport",

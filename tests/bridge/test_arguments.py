@@ -1,6 +1,7 @@
 """What users hand to a bridge: taken in every sensible form, refused with the words that help."""
 
 import gc
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from rl_bridge import (
     WeightUpdateManifest,
     make_weight_bridge,
 )
+from rl_bridge.bridge.bridges import BridgeOptions
 from rl_bridge.errors import (
     MalformedManifest,
     SegmentError,
@@ -22,6 +24,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.groups import GroupBridge
+from rl_bridge.transports import TRANSPORTS
 from tests.helpers import weights
 
 # ---- what names an update -----------------------------------------------------------------------
@@ -124,9 +127,23 @@ def test_releasing_what_was_imported_leaves_it_published() -> None:
 # ---- options ------------------------------------------------------------------------------------
 
 
+def test_type_checkers_know_every_option_of_every_transport() -> None:
+    options = {name for kind in TRANSPORTS.values() for name in inspect.signature(kind).parameters}
+    own = set(inspect.signature(TensorBridge).parameters) - {"options"}
+    told = set(inspect.signature(make_weight_bridge).parameters) - {"transport", "options"}
+    assert BridgeOptions.__annotations__.keys() == (options | own) - told
+
+
+def test_a_type_checker_finds_a_misspelt_option() -> None:
+    # (An ignore that ignores nothing is an error of mypy, which checks the tests.)
+    with pytest.raises(TypeError, match="Did you mean max_slots"):
+        make_weight_bridge("shared-memory", max_slot=3)  # type: ignore[call-arg]
+
+
 def test_integers_of_numpy_count() -> None:
     rank: Any = np.int64(3)
-    with make_weight_bridge("shm", source_rank=rank, max_slots=np.int32(2)) as bridge:
+    slots: Any = np.int32(2)
+    with make_weight_bridge("shm", source_rank=rank, max_slots=slots) as bridge:
         assert bridge.publish(weights(), weight_version=1).source_rank == 3
 
 

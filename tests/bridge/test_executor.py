@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rl_bridge import (
+    Acknowledgement,
     ModuleInstallAdapter,
     RolloutExecutor,
     SharedMemoryTensorBridge,
@@ -61,12 +62,26 @@ def test_an_update_is_installed_proven_acknowledged_and_the_old_one_released_in_
     assert content(adapter.engine) == content(weights(2)) == content(tensors)
     assert executor.active_weight_version == 2
     assert executor.active_weight_update_id == second.update_id
-    assert executor.shared_weights is tensors
+    assert executor.shared_weights is tensors.tensors
     bridge = bridge_of(executor)
     assert bridge.update_status(first.update_id) == "released"
     assert bridge.update_status(second.update_id) == "acknowledged"
     assert bridge.active_weight_version == 2
     executor.check_servable()
+
+
+def test_what_update_weights_returns_tells_what_the_acknowledgement_tells(
+    executor: RolloutExecutor, publisher: TensorBridge
+) -> None:
+    installed = executor.update_weights(publish(publisher, 1))
+    ack = executor.last_ack
+    assert isinstance(installed, Acknowledgement)
+    assert ack is not None
+    assert installed == ack
+    assert installed.proof.root == ack.root
+    assert installed.timings_ms["total"] > 0
+    assert not hasattr(ack, "tensors")  # what is kept keeps no version's memory
+    assert "version 1 installed: proof by digest, <3 imported tensors" in repr(installed)
 
 
 def test_without_an_adapter_the_imported_mapping_is_what_serves(publisher: TensorBridge) -> None:
@@ -77,7 +92,7 @@ def test_without_an_adapter_the_imported_mapping_is_what_serves(publisher: Tenso
         assert content(tensors) == content(weights(1))
         assert executor.last_ack is not None
         assert executor.last_ack.proof.method == "import"
-        assert executor.shared_weights is tensors
+        assert executor.shared_weights is tensors.tensors
         executor.release_weights()
         assert executor.shared_weights == {}
         assert executor.active_weight_update_id is None

@@ -60,10 +60,10 @@ class Trainers:
     def try_publish(
         self,
         shards: Sequence[Shards],
-        version: int,
+        version: int | None,
         *,
         ranks: Sequence[int] | None = None,
-        versions: Mapping[int, int] | None = None,
+        versions: Mapping[int, int | None] | None = None,
         **options: Any,
     ) -> list[GroupManifest | BaseException]:
         """Publish on all ranks, or only on some; what each got or raised."""
@@ -77,7 +77,9 @@ class Trainers:
             ]
         )
 
-    def publish(self, shards: Sequence[Shards], version: int, **options: Any) -> GroupManifest:
+    def publish(
+        self, shards: Sequence[Shards], version: int | None = None, **options: Any
+    ) -> GroupManifest:
         """Publish on all ranks; all must get the same."""
         found = self.try_publish(shards, version, **options)
         for one in found:

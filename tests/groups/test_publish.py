@@ -57,6 +57,78 @@ def test_all_ranks_get_the_same_manifest() -> None:
         assert manifest.group_id == group.bridges[0].publisher_id
 
 
+def test_ranks_that_are_told_no_version_count_on_together() -> None:
+    with trainers(3) as group:
+        group.bridges[1].publish({"its own": torch.ones(2)}, 6)
+        assert [group.publish(shards(n, 3)).weight_version for n in range(2)] == [7, 8]
+
+
+def test_a_version_on_some_ranks_and_none_on_others_is_told() -> None:
+    with trainers(2) as group:
+        for raised in group.try_publish(shards(1), 3, versions={1: None}):
+            assert isinstance(raised, RanksDisagree)
+            assert "'rank 0': 3, 'rank 1': None" in str(raised)
+        assert nothing_is_held(group)
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "local-clone"])
+def test_a_group_casts_what_its_placements_describe(transport: str) -> None:
+    whole = {"a": torch.randn(6, 4), "b": torch.arange(5), "c": torch.randn(3)}
+    cast = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in whole.items()}
+    dims = {"a": 0, "b": None, "c": None}
+    with trainers(2, transport) as group, make_weight_bridge(transport) as consumer:
+        for dtype, wanted in ((None, whole), (torch.bfloat16, cast), (torch.bfloat16, cast)):
+            manifest = group.publish(cut(whole, 2, dims), dtype=dtype, keep=1)
+            found = consumer.import_update(manifest)
+            assert all(found[name].dtype is one.dtype for name, one in wanted.items())
+            assert all(torch.equal(found[name], one) for name, one in wanted.items())
+            consumer.release(manifest)
+
+
+def test_ranks_that_cast_to_different_dtypes_are_told() -> None:
+    whole = {"a": torch.randn(6, 4)}
+    with trainers(2) as group:
+        given = cut(whole, 2, {"a": 0})
+        dtypes = (torch.bfloat16, torch.float16)
+        found = everywhere(
+            [
+                partial(one.publish, *given[rank], dtype=dtypes[rank])
+                for rank, one in enumerate(group.publishers)
+            ]
+        )
+        assert all(isinstance(one, WeightBridgeError) for one in found)
+        assert "bfloat16" in str(found[0])
+        assert nothing_is_held(group)
+
+
+def test_every_rank_releases_older_versions() -> None:
+    with trainers(2) as group:
+        made = [group.publish(shards(n), keep=2) for n in range(4)]
+        for bridge, rank in zip(group.bridges, range(2), strict=True):
+            states = [bridge.update_status(one.parts[rank]) for one in made]
+            assert states == ["released", "released", "published", "published"]
+
+
+def test_a_version_of_a_group_that_broke_off_pushes_none_out() -> None:
+    with trainers(2) as group:
+        first = group.publish(shards(1), keep=1)
+        uneven = [shards(2)[0], shards(3, 3)[1]]
+        assert all(
+            isinstance(e, WeightBridgeError) for e in group.try_publish(uneven, None, keep=1)
+        )
+        assert [b.update_status(first.parts[r]) for r, b in enumerate(group.bridges)] == [
+            "published",
+            "published",
+        ]
+
+
+def test_a_version_in_the_place_of_placements_is_told() -> None:
+    with trainers(1) as group:
+        version: Any = 3
+        with pytest.raises(TypeError, match=r"placements=3: expected a mapping.*weight_version="):
+            group.publishers[0].publish({"a": torch.ones(2)}, version)
+
+
 def test_a_second_version_has_the_same_layout() -> None:
     with trainers(2) as group:
         first, second = (group.publish(shards(n), n) for n in (1, 2))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 import torch
 
-from rl_bridge import ModuleInstallAdapter, WeightUpdateManifest
+from rl_bridge import ModuleInstallAdapter, SimpleAdapter, WeightUpdateManifest
 from rl_bridge.testing import EngineSuite, HostIPC, HostVMM, InstallerSuite, TransportSuite
 from rl_bridge.testing.faults import Locate, locate_in_files
 from rl_bridge.transports import TRANSPORTS as REGISTERED
@@ -122,13 +122,32 @@ class TwoVerbAdapter:
 
     def install(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
         for name, live in engine_tensors(self.engine).items():
-            if live.dtype is torch.bool:  # as bytes: random ones are neither True nor False
-                live.view(torch.uint8).copy_(tensors[name].view(torch.uint8))
-            else:
-                live.copy_(tensors[name])
+            as_stored(live).copy_(as_stored(tensors[name]))
 
     def release(self, update_id: str) -> None:
         """Nothing is kept here."""
+
+
+def simple_adapter(engine: torch.nn.Module) -> SimpleAdapter:
+    """One that knows its engine by two functions only."""
+    homes = {name: live.data for name, live in engine.state_dict(keep_vars=True).items()}
+
+    def read(name: str) -> torch.Tensor:
+        found: torch.Tensor = engine.state_dict(keep_vars=True)[name]
+        return found
+
+    def load(name: str, tensor: torch.Tensor) -> None:
+        live, home = read(name), homes[name]
+        if (live.dtype, live.stride()) != (home.dtype, home.stride()):
+            live.data = home
+        as_stored(home).copy_(as_stored(tensor))
+
+    return SimpleAdapter(read, load)
+
+
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that torch copies bit by bit: random bools are neither True nor False."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
 ADAPTERS: Mapping[str, Callable[[torch.nn.Module], Any]] = {
@@ -136,6 +155,7 @@ ADAPTERS: Mapping[str, Callable[[torch.nn.Module], Any]] = {
     "alias": lambda engine: ModuleInstallAdapter(engine, mode="alias"),
     "flip": lambda engine: ModuleInstallAdapter(engine, mode="flip"),
     "two-verbs": TwoVerbAdapter,
+    "simple": simple_adapter,
 }
 """Every adapter that runs without an engine of somebody else's."""
 

@@ -113,7 +113,7 @@ ENGINES = on_engines(
 
 @pytest.mark.parametrize("transport", ["cuda-vmm", "broadcast", "nixl"])
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), None, "1"])
-def test_a_deadline_is_a_positive_number_of_seconds(transport: str, timeout_s: object) -> None:
+def test_a_deadline_is_a_positive_number_of_seconds(transport: str, timeout_s: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="timeout_s"):
         make_weight_bridge(transport, timeout_s=timeout_s)
 

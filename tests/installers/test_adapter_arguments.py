@@ -1,7 +1,7 @@
 """What an adapter is given wrongly is told when it is made, with what was expected and a remedy."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.groups import FunctionExchange
 from rl_bridge.installers.wrapped import as_transactional
 
 
@@ -162,6 +163,11 @@ class GuessedToo(ModuleInstallAdapter):
         pass
 
 
+class WithoutTheKeyword(ModuleInstallAdapter):
+    def finds_versions(self, take: bool) -> bool:  # type: ignore[override]  # as above
+        return take
+
+
 class Cut(Good):
     def install(self, manifest: object) -> None:  # type: ignore[override]  # as above
         pass
@@ -182,9 +188,13 @@ class Free(Good):
     [
         (Guessed(), r"Guessed\.prove\(.*\) .* cannot be called as prove\(\): missing"),
         (GuessedToo(weights()), r"GuessedToo\.undo\(.*\) .* cannot be called as undo\(\)"),
+        (
+            WithoutTheKeyword(weights()),
+            r"finds_versions\(.*\) .* cannot be called as finds_versions\(take_over=\.\.\.\)",
+        ),
         (Cut(), r"Cut\.install\(.*\) .* cannot be called as install\(manifest, tensors\)"),
     ],
-    ids=["a method more", "a subclass", "two verbs"],
+    ids=["a method more", "a subclass", "a keyword", "two verbs"],
 )
 def test_a_method_that_cannot_be_called_is_refused_when_the_executor_is_made(
     adapter: Any, named: str
@@ -212,6 +222,66 @@ def test_methods_that_return_before_they_have_done_anything_are_refused(
     setattr(adapter, verb, waits if kind == "async def" else yields)
     with pytest.raises(TypeError, match=rf"Good\.{verb} is .*{kind}, expected a plain function"):
         as_transactional(adapter)
+
+
+@pytest.mark.parametrize("verb", ["drop_versions", "leave", "undo", "resume"])
+def test_no_method_of_a_transactional_adapter_may_be_a_coroutines(verb: str) -> None:
+    async def waits(self: object, *_: object) -> None: ...
+
+    adapter = type("Waiting", (ModuleInstallAdapter,), {verb: waits})(weights())
+    with pytest.raises(TypeError, match=rf"Waiting\.{verb} is async def, expected a plain"):
+        as_transactional(adapter)
+
+
+def test_a_method_in_the_place_of_a_property_is_refused() -> None:
+    class Called(ModuleInstallAdapter):
+        def imports_itself(self) -> bool:  # type: ignore[override]  # that is what is tried
+            return False
+
+    with pytest.raises(TypeError, match=r"Called\.imports_itself is a method.*Write @property"):
+        as_transactional(Called(weights()))
+
+
+def test_an_install_that_returns_what_nothing_awaits_is_undone() -> None:
+    async def later() -> None: ...
+
+    class Late(Good):
+        def __init__(self) -> None:
+            self.engine = weights()
+
+        def install(self, manifest: object, tensors: Mapping[str, torch.Tensor]) -> Any:
+            self.engine["w"].zero_()
+            return later()
+
+    executor, trainer = executor_of(adapter := Late())
+    with pytest.raises(
+        TypeError, match=r"Late\.install returned a coroutine, which nothing awaits"
+    ):
+        executor.update_weights(trainer.publish({"w": torch.zeros(2)}))
+    assert adapter.engine["w"].tolist() == [1, 1]
+    assert not executor.is_torn
+
+
+async def _observe(_: object) -> None: ...
+
+
+async def _quiesce() -> None: ...
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_weight_bridge("local-clone", observer=_observe),  # type: ignore[arg-type]  # as above
+        lambda: ModuleInstallAdapter(weights(), quiesce=_quiesce),  # type: ignore[arg-type]  # as above
+        lambda: FunctionExchange(_observe, rank=0, world_size=1),  # type: ignore[arg-type]  # as above
+    ],
+    ids=["observer", "quiesce", "exchange"],
+)
+def test_a_callback_that_nothing_would_await_is_refused_at_the_door(
+    make: Callable[[], object],
+) -> None:
+    with pytest.raises(TypeError, match="is async def, expected a plain function"):
+        make()
 
 
 def test_a_bridge_with_coroutines_for_verbs_is_refused() -> None:

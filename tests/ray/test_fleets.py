@@ -45,6 +45,15 @@ def test_a_fleet_whose_trainer_was_taken_over_publishes_nothing_more(run: Run) -
     other.update(7).require_all()
 
 
+def test_a_fleet_that_is_told_no_version_says_which_one_it_published(run: Run) -> None:
+    run.join("near")
+    run.update().require_all()
+    run.trainer.made.step()
+    update = run.fleet.update()
+    update.require_all()
+    assert (update.weight_version, run.fleet.weight_version) == (2, 2)
+
+
 def test_a_fleet_that_is_closed_leaves_the_trainer_and_its_version_to_the_next_one(
     run: Run,
 ) -> None:

@@ -43,6 +43,12 @@ def test_an_engine_in_another_process_holds_what_was_published(
             assert (ack.proof.method, ack.proof.root) == ("digest", manifest.root)
             assert {"verify", "prepare", "install", "prove", "total"} <= set(ack.timings_ms)
             assert engine.last_ack == ack
+            assert ack
+            for ask in (dict, len, lambda one: one["weight"], lambda one: "weight" in one):
+                with pytest.raises(
+                    WeightBridgeUnavailableError, match="was installed by another process"
+                ):
+                    ask(ack)
             held = torch.load(sidecar.directory / "held.pt", weights_only=True)
             expected = {name: bytes_of(tensor) for name, tensor in weights(version).items()}
             assert {name: bytes_of(tensor) for name, tensor in held.items()} == expected

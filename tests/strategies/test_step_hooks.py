@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,16 +106,40 @@ def test_a_failed_send_raises_out_of_the_step_and_withdraws_the_update(loop: Loo
     assert loop.bridge.update_status(loop.manifests[0].update_id) == "published"
 
 
-def test_a_send_that_nothing_awaits_is_refused_and_its_update_withdrawn(loop: Loop) -> None:
-    async def send(manifest: WeightUpdateManifest) -> None:
-        loop.send(manifest)
+class AsyncSend:
+    async def __call__(self, manifest: WeightUpdateManifest) -> None: ...
 
-    publisher = StepPublisher(loop.bridge, loop.model, send=send)
-    with pytest.raises(TypeError, match="send= returned a coroutine"):
+
+@pytest.mark.parametrize(
+    "send", [AsyncSend().__call__, AsyncSend(), partial(AsyncSend().__call__)], ids=str
+)
+def test_an_async_send_is_refused_at_the_door(loop: Loop, send: Any) -> None:
+    with pytest.raises(TypeError, match=r"send= is async def, expected a plain.*asyncio\."):
+        StepPublisher(loop.bridge, loop.model, send=send)
+
+
+def test_a_send_that_returns_what_nothing_awaits_is_told_and_its_update_withdrawn(
+    loop: Loop,
+) -> None:
+    def later(manifest: WeightUpdateManifest) -> object:
+        return AsyncSend()(manifest)
+
+    publisher = StepPublisher(loop.bridge, loop.model, send=later)
+    with pytest.raises(TypeError, match="send= returned a coroutine, which nothing awaits"):
         publisher.publish()
     assert loop.bridge.latest_manifest is not None
     assert loop.bridge.update_status(loop.bridge.latest_manifest.update_id) == "released"
-    assert loop.manifests == []
+
+
+def test_a_publisher_without_send_is_told_what_to_give(loop: Loop) -> None:
+    with pytest.raises(TypeError, match=r"send=None: expected a function.*\.update_weights"):
+        StepPublisher(loop.bridge, loop.model)
+
+
+def test_the_publisher_casts(loop: Loop) -> None:
+    manifests: list[WeightUpdateManifest] = []
+    StepPublisher(loop.bridge, loop.model, manifests.append, dtype=torch.bfloat16).publish()
+    assert {one.dtype for one in manifests[0].tensors.values()} == {"bfloat16"}
 
 
 def test_a_strategys_sender_follows_the_steps_as_well() -> None:

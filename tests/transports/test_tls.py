@@ -56,7 +56,7 @@ def trainer(tls: TLSFiles | None) -> Iterator[TensorBridge]:
         yield made
 
 
-def import_by(tls: object, manifest: WeightUpdateManifest) -> dict[str, str]:
+def import_by(tls: Any, manifest: WeightUpdateManifest) -> dict[str, str]:
     with make_weight_bridge(
         "broadcast", source_worker="engine", timeout_s=DEADLINE_S, tls=tls
     ) as engine:
@@ -394,7 +394,7 @@ def test_a_certificate_that_is_not_valid_today_is_refused_at_the_door(
     ("given", "kind"),
     [(3, TypeError), ({"cert": "a"}, ValueError), ({"cert": "a", "crt": "b"}, ValueError)],
 )
-def test_other_values_of_the_option_are_refused(given: object, kind: type[Exception]) -> None:
+def test_other_values_of_the_option_are_refused(given: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"[Ee]xpected"):
         make_weight_bridge("broadcast", tls=given)
 

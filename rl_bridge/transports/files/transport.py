@@ -552,6 +552,11 @@ class FilesPublisher(PublisherEnd):
         """Where the version lies that is being published; 0 if there was none."""
         return 0 if self._arena is None else self._arena.address
 
+    def last_stored(self) -> int | None:
+        """The highest version in the store, of whichever rank."""
+        numbers = (one.marker.weight_version for one in self.store.visible())
+        return max(numbers, default=None)
+
     def release(self, update_id: str) -> None:
         """Let a version go, once newer ones take its place."""
         self._headers.pop(update_id, None)
