@@ -21,9 +21,9 @@ from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.installers.base import require_done, require_plain
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.packing import checked_dtype
 from rl_bridge.strategies.sender import InferenceClient, WeightTransferSender
 from rl_bridge.trainers.base import WeightExtractor
-from rl_bridge.trainers.chunks import checked_dtype
 from rl_bridge.trainers.state_dict import Source
 
 if TYPE_CHECKING:

@@ -269,7 +269,12 @@ class EngineState:
 
     # ---- what became of an update ---------------------------------------------------------------
 
-    def activate(self, manifest: WeightUpdateManifest, weights: Mapping[str, torch.Tensor]) -> None:
+    def activate(
+        self,
+        manifest: WeightUpdateManifest,
+        weights: Mapping[str, torch.Tensor],
+        ack: Acknowledgement,
+    ) -> InstalledUpdate:
         """An update is acknowledged: commit it, and release what came before.
 
         Nothing of this may look like the update's failure, so it is logged. Each step is tried
@@ -299,6 +304,8 @@ class EngineState:
                             manifest.weight_version,
                             name,
                         )
+        self.last_ack = ack
+        return InstalledUpdate.of(ack, weights)
 
     def note_refused(
         self, manifest: WeightUpdateManifest, error: BaseException, *, may_come_again: bool

@@ -148,12 +148,14 @@ class RolloutExecutor:
         with self._exclusively("update_weights", manifest):
             manifest = WeightUpdateManifest.of(manifest, caller="update_weights")
             if (engine := self._offered_again(manifest)) is not None:
-                return _installed(engine, engine.weights)
+                assert engine.last_ack is not None  # what it holds was acknowledged
+                return InstalledUpdate.of(engine.last_ack, engine.weights)
             update = self._begin(manifest)
             update.run(update.bring, update.stage, update.install, update.activate)
             self._acknowledged = update.engine
             self._pending = None
-            return _installed(update.engine, update.tensors)
+            assert update.result is not None  # it came through
+            return update.result
 
     @contextmanager
     def _exclusively(self, caller: str, given: object) -> Iterator[None]:
@@ -486,11 +488,6 @@ class RolloutExecutor:
             raise BridgeClosed(msg)
 
 
-def _installed(engine: EngineState, tensors: Mapping[str, torch.Tensor]) -> InstalledUpdate:
-    assert engine.last_ack is not None, "what it holds was acknowledged"
-    return InstalledUpdate.of(engine.last_ack, tensors)
-
-
 def _is_offered(engine: EngineState) -> bool:
     return engine.adapter.is_offered
 
@@ -603,7 +600,8 @@ class TwoPhaseExecutor(RolloutExecutor):
                 raise IllegalTransition(msg)
             pending.run(pending.install, pending.activate)
             self._acknowledged = pending.engine
-            return _installed(pending.engine, pending.tensors)
+            assert pending.result is not None  # it came through
+            return pending.result
 
     @deferred_interrupts()
     def abort_weights(self, update: UpdateRef, reason: str) -> None:

@@ -30,9 +30,8 @@ from rl_bridge.manifest.model import WeightUpdateManifest, no_tensors
 from rl_bridge.manifest.parallel import require_supported
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.control import Record
-from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.packing import PackPlan, checked_dtype
 from rl_bridge.memory.passes import checked_count
-from rl_bridge.trainers.chunks import checked_dtype
 from rl_bridge.trainers.state_dict import Source, SourceReader
 from rl_bridge.transports.base import PublisherEnd, Transport
 
@@ -191,7 +190,7 @@ class Publisher:
         (`release_older`).
         """
         told = None if weight_version is None else checked_version(weight_version)
-        keep, dtype = checked_keep(keep), checked_dtype(dtype)
+        keep, dtype = checked_keep(keep), None if dtype is None else checked_dtype(dtype)
         require_supported(metadata)
         with self._turn():
             weight_version = self._await_turn(told)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 
 from rl_bridge.bridge.consumer import AnyConsumer
-from rl_bridge.bridge.engine_state import Acknowledgement, EngineState
+from rl_bridge.bridge.engine_state import Acknowledgement, EngineState, InstalledUpdate
 from rl_bridge.errors import (
     ChecksumMismatch,
     EngineLost,
@@ -93,6 +93,7 @@ class Transaction:
         tensors: as imported; empty before.
         step: how far it got.
         engine: where it goes.
+        result: what it left behind; None unless it came through.
 
     """
 
@@ -119,6 +120,7 @@ class Transaction:
         self.tensors = _NOT_IMPORTED
         self.step = Step.IMPORT
         self.engine = engine
+        self.result: InstalledUpdate | None = None
         self._adapter = engine.adapter
         self._imports_itself = engine.adapter.imports_itself
         self._scope = Scope.LEASE if self._imports_itself else Scope.ALL
@@ -216,10 +218,10 @@ class Transaction:
 
     def activate(self) -> None:
         """Make the acknowledged update the active one, and release what was before."""
-        self.engine.activate(self.installed, self.tensors)
+        ack = self._acknowledgement()
+        self.result = self.engine.activate(self.installed, self.tensors, ack)
         if self._suspicious is not Policy.OFF:
             self.engine.watch.note(self._suspicious, self.installed)
-        self.engine.last_ack = ack = self._acknowledgement()
         self.step = Step.OVER
         total = ack.timings_ms.get("total", 0.0)
         _LOG.info("version %d is active: %s, %.1f ms", ack.weight_version, ack.proof.method, total)

@@ -59,10 +59,10 @@ from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import Piece, Placement, WeightLayout
 from rl_bridge.manifest.table import collector_paused
-from rl_bridge.memory.packing import checked_block, dtype_name, wire_dtype
+from rl_bridge.memory.packing import checked_block, checked_dtype, dtype_name, wire_dtype
 from rl_bridge.memory.tensors import TensorFacts
 from rl_bridge.trainers.base import WeightExtractor
-from rl_bridge.trainers.chunks import checked_dtype, wire_name
+from rl_bridge.trainers.chunks import wire_name
 from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
 from rl_bridge.transports.base import checked_seconds
 

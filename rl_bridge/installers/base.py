@@ -12,7 +12,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -286,7 +286,7 @@ def checked_engine(engine: object) -> Engine:
 
 
 def checked_quiesce(quiesce: Quiesce) -> Quiesce:
-    """The function as it was given.
+    """The function that is called around each install; what it returns is checked each time.
 
     Raises:
         TypeError: it cannot be called without arguments, such as a context manager or a lock, or
@@ -297,12 +297,13 @@ def checked_quiesce(quiesce: Quiesce) -> Quiesce:
     if callable(quiesce):
         try:
             inspect.signature(quiesce).bind()
+            can_be_called = True
         except TypeError:  # an instance of torch.no_grad() can be called, as a decorator
-            pass
-        except ValueError:
-            return quiesce  # written in C: Python cannot tell
-        else:
-            return quiesce
+            can_be_called = False
+        except ValueError:  # written in C: Python cannot tell
+            can_be_called = True
+        if can_be_called:
+            return quiesce if quiesce is nullcontext else functools.partial(_quiet, quiesce)
     msg = (
         f"quiesce: got {_kind(quiesce)}, expected a function without arguments that returns a "
         "context manager. Pass one that makes it anew each time, such as lambda: lock."
@@ -310,7 +311,7 @@ def checked_quiesce(quiesce: Quiesce) -> Quiesce:
     raise TypeError(msg)
 
 
-def quiet(quiesce: Quiesce) -> AbstractContextManager[object]:
+def _quiet(quiesce: Quiesce) -> AbstractContextManager[object]:
     """The context in which the engine does not run.
 
     Raises:

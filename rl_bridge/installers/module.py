@@ -38,7 +38,6 @@ from rl_bridge.installers.base import (
     TransactionalAdapter,
     checked_engine,
     checked_quiesce,
-    quiet,
     require_owned,
 )
 from rl_bridge.installers.engine_memory import Binding, EngineMemory, differs
@@ -521,7 +520,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
         if self._update is None or self._update.manifest.update_id != manifest.update_id:
             self.prepare(manifest, tensors)
         assert self._update is not None
-        with quiet(self._quiesce):
+        with self._quiesce():
             if not self._is_dirty and self._mode.uses_addresses:
                 self._require_in_place(self._update)
             self._is_dirty = True
@@ -566,7 +565,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
 
         """
         # Where the engine never came to rest, nothing was written that it must rest for.
-        with quiet(self._quiesce) if self._is_dirty else nullcontext():
+        with self._quiesce() if self._is_dirty else nullcontext():
             if self._origin is not None:
                 self._mode.undo(self._origin)
             self._forget()

@@ -17,7 +17,6 @@ from rl_bridge.installers.base import (
     Quiesce,
     TransactionalAdapter,
     checked_quiesce,
-    quiet,
     require_call,
     require_done,
 )
@@ -96,7 +95,7 @@ class SimpleAdapter(TransactionalAdapter):
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load every tensor."""
         self._installed = manifest
-        with quiet(self._quiesce):
+        with self._quiesce():
             for name, tensor in tensors.items():
                 self._give(name, tensor)
 
@@ -129,7 +128,7 @@ class SimpleAdapter(TransactionalAdapter):
             TornEngine: one does not come back.
 
         """
-        with quiet(self._quiesce) if self._before else nullcontext():
+        with self._quiesce() if self._before else nullcontext():
             for name, copy in (self._before or {}).items():
                 wanted = _state(copy)
                 if _state(self._held(name)) != wanted:

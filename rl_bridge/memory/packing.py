@@ -49,6 +49,21 @@ def wire_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     return own if asked is None or not own.is_floating_point else asked
 
 
+def checked_dtype(dtype: object) -> torch.dtype | None:
+    """Check the dtype that a user asks for.
+
+    Raises:
+        TypeError: it is no floating-point dtype of torch.
+
+    """
+    if dtype is None:
+        return None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype={dtype!r}: expected one such as torch.bfloat16, or None.")
+    dtype_nbytes(_name_of(dtype))
+    return dtype
+
+
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -17,14 +17,13 @@ from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.manifest.table import collector_paused
-from rl_bridge.memory.packing import wire_dtype
+from rl_bridge.memory.packing import checked_dtype, wire_dtype
 from rl_bridge.trainers.chunks import (
     DEFAULT_CHUNK_NBYTES,
     BufferPlan,
     PackedTensors,
     WeightChunk,
     batches,
-    checked_dtype,
     checked_threshold,
     module_of,
     wire_name,

@@ -16,7 +16,6 @@ import torch
 from torch._utils import _unflatten_dense_tensors
 
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.parallel import Placement
 
 _Item = TypeVar("_Item")
@@ -284,21 +283,6 @@ def require_dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def wire_name(dtype: torch.dtype) -> str:
     """Name of a dtype in manifests and placements, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
-
-
-def checked_dtype(dtype: object) -> torch.dtype | None:
-    """Check the dtype that a user asks for.
-
-    Raises:
-        TypeError: it is no floating-point dtype of torch.
-
-    """
-    if dtype is None:
-        return None
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype={dtype!r}: expected one such as torch.bfloat16, or None.")
-    dtype_nbytes(wire_name(dtype))
-    return dtype
 
 
 def checked_threshold(chunk_nbytes: object) -> int:

@@ -25,12 +25,11 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.adapter import PEFT_ROOT, AdapterSpec
 from rl_bridge.manifest.parallel import Piece
-from rl_bridge.memory.packing import wire_dtype
+from rl_bridge.memory.packing import checked_dtype, wire_dtype
 from rl_bridge.trainers.base import RankTensor, WeightExtractor, tied_refusal
 from rl_bridge.trainers.chunks import (
     DEFAULT_CHUNK_NBYTES,
     WeightChunk,
-    checked_dtype,
     module_of,
     wire_name,
 )

@@ -136,7 +136,7 @@ def test_type_checkers_know_every_option_of_every_transport() -> None:
 
 def test_a_type_checker_finds_a_misspelt_option() -> None:
     # (An ignore that ignores nothing is an error of mypy, which checks the tests.)
-    with pytest.raises(TypeError, match="Did you mean max_slots"):
+    with pytest.raises(TypeError, match="Did you mean 'max_slots'"):
         make_weight_bridge("shared-memory", max_slot=3)  # type: ignore[call-arg]
 
 
