@@ -31,7 +31,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable, collector_paused
 from rl_bridge.memory.passes import Addresses, BytePlan, block_digests, makes_blocks
 from rl_bridge.memory.places import CPU_PLACE, Place
-from rl_bridge.memory.tensors import TensorFacts, is_lazy_view, tensor_key
+from rl_bridge.memory.tensors import TensorFacts, is_lazy_view, is_on_accelerator, tensor_key
 
 
 @cache
@@ -91,7 +91,7 @@ def _check_source(name: str, tensor: torch.Tensor, place: Place) -> None:
     """Refuse what cannot travel as the bytes of a tensor of that place."""
     if dtype_name(tensor) not in DTYPE_NBYTES:
         dtype_nbytes(dtype_name(tensor), tensor=name)
-    reason = place.not_plain(tensor, takes_lazy_views=True)
+    reason = place.not_plain(tensor, is_source=True)
     if reason is not None:
         msg = f"tensor {name!r} {reason}."
         raise WeightBridgeUnavailableError(msg)
@@ -173,7 +173,8 @@ class PackPlan:
         Args:
             tensors: what to publish: dense tensors of any strides, lazy views included.
             trainable: names that a training step is expected to change; None if not declared.
-            place: where all of them, and the arena, lie.
+            place: where the arena lies, and all of them; into an arena on the CPU, tensors of an
+                accelerator go as well.
             columns: make a column list, too, if any tensor can be cut and `place` is the CPU's.
             looks: look for NaN and Inf in what is packed.
             dtype: to which floating-point tensors are cast as they are packed; None leaves them as
@@ -231,17 +232,25 @@ class PackPlan:
         values = list(tensors.values())
         self._facts = TensorFacts(values)
         is_dense = [tensor.is_contiguous() and not is_lazy_view(tensor) for tensor in values]
+        is_carried = [
+            is_on_cpu and is_on_accelerator(tensor) and tensor.numel() > 0 for tensor in values
+        ]
         is_cast = [
-            wire_dtype(tensor.dtype, self._dtype) is not tensor.dtype and tensor.numel() > 0
-            for tensor in values
+            wire_dtype(tensor.dtype, self._dtype) is not tensor.dtype
+            and tensor.numel() > 0
+            and not carried
+            for tensor, carried in zip(values, is_carried, strict=True)
         ]
         # Strided tensors and lazy views are gathered by torch, straight into the arena, and
-        # digested there. So are those that are cast: what is digested, and looked at for NaN, is
-        # what travels.
+        # digested there. So are those that are cast, or come from an accelerator: what is digested,
+        # and looked at for NaN, is what travels.
         rows = list(enumerate(order))
+        self._carried = [(row, index) for row, index in rows if is_carried[index]]
         self._cast = [(row, index) for row, index in rows if is_cast[index]]
         self._gathered = [
-            (row, index) for row, index in rows if not is_dense[index] and not is_cast[index]
+            (row, index)
+            for row, index in rows
+            if not (is_dense[index] or is_cast[index] or is_carried[index])
         ]
         # Next time, these could come with another laziness over the same memory.
         self._laziness = {
@@ -284,7 +293,7 @@ class PackPlan:
         """
         targets = self.table.offset_column + np.uint64(address)
         sources = self._sources
-        if self._gathered or self._cast:
+        if self._gathered or self._cast or self._carried:
             sources = sources.copy()
             values = list(tensors.values())
             for row, index in self._gathered:
@@ -296,6 +305,15 @@ class PackPlan:
                 target = self._place.bytes_at(int(targets[row]), self.table.nbytes[row])
                 given = values[index].detach()
                 dtype = wire_dtype(given.dtype, self._dtype)
+                target.view(dtype).view(given.shape).copy_(given)
+                sources[row] = targets[row]
+            for row, index in self._carried:
+                target = self._place.bytes_at(int(targets[row]), self.table.nbytes[row])
+                given = values[index].detach()
+                # Cast where it lies: then fewer bytes leave the accelerator. Torch's copy from there
+                # is over when it returns, and comes behind what its current stream does.
+                dtype = wire_dtype(given.dtype, self._dtype)
+                given = given.to(dtype)
                 target.view(dtype).view(given.shape).copy_(given)
                 sources[row] = targets[row]
         digests = self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
@@ -316,6 +334,13 @@ class PackPlan:
 
         """
         del tensors  # those that it was made of
+        if self._carried:
+            name = self.table.names[self._carried[0][0]]
+            msg = (
+                f"tensor {name!r} is on an accelerator, and it is read where it lies, by the CPU. "
+                "Have it copied: without in_place."
+            )
+            raise WeightBridgeUnavailableError(msg)
         if self._cast:
             name = self.table.names[self._cast[0][0]]
             msg = (

@@ -67,9 +67,16 @@ class Place(ABC):
     def private_ranges(self, address: int, nbytes: int) -> list[tuple[int, int]] | None:
         """Pages of a mapped version that this process wrote to; None if that is unknown."""
 
-    def not_plain(self, tensor: torch.Tensor, *, takes_lazy_views: bool = False) -> str | None:
-        """Say why a tensor's bytes are not plain memory here, with the remedy; None if they are."""
-        return not_plain(tensor, self.device, takes_lazy_views=takes_lazy_views)
+    def not_plain(self, tensor: torch.Tensor, *, is_source: bool = False) -> str | None:
+        """Say why a tensor's bytes are not plain memory here, with the remedy; None if they are.
+
+        One that is only a source may also be a lazy view, which torch resolves, or lie on an
+        accelerator, from which torch brings it to the CPU.
+        """
+        is_carried = is_source and self.device.type == "cpu"
+        return not_plain(
+            tensor, self.device, takes_lazy_views=is_source, takes_accelerators=is_carried
+        )
 
 
 class CPUPlace(Place):

@@ -295,18 +295,31 @@ def is_lazy_view(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
+def is_on_accelerator(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes lie in a GPU's memory, or another device's."""
+    return tensor.device.type not in _OF_THIS_PROCESS
+
+
+_OF_THIS_PROCESS = frozenset({"cpu", "meta"})
+
+
 def not_plain(
-    tensor: torch.Tensor, device: torch.device = _CPU, *, takes_lazy_views: bool = False
+    tensor: torch.Tensor,
+    device: torch.device = _CPU,
+    *,
+    takes_lazy_views: bool = False,
+    takes_accelerators: bool = False,
 ) -> str | None:
     """Say why a tensor is not plain memory of a device, with the remedy; None if it is.
 
     A lazy view shows other numbers than its memory holds, so it is plain only to a caller that
-    `takes_lazy_views` and has torch resolve them.
+    `takes_lazy_views` and has torch resolve them. An accelerator's memory is plain only to one that
+    `takes_accelerators` and has torch carry it.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         what = "a nested tensor" if tensor.is_nested else str(tensor.layout)
         return f"is {what}: use dense tensors"
-    if tensor.device != device:
+    if tensor.device != device and not (takes_accelerators and is_on_accelerator(tensor)):
         if tensor.is_meta:
             remedy = "and has no bytes: materialise it first (to_empty, then load the weights)"
         elif device == _CPU:

@@ -197,7 +197,7 @@ def test_a_layout_names_the_memory_that_its_bytes_lie_in() -> None:
     class OnAGPU(CPUPlace):
         device = torch.device("cuda", 1)
 
-        def not_plain(self, tensor: torch.Tensor, *, takes_lazy_views: bool = False) -> str | None:
+        def not_plain(self, tensor: torch.Tensor, *, is_source: bool = False) -> str | None:
             del tensor, takes_lazy_views
             return None
 
