@@ -33,7 +33,8 @@ class SimpleAdapter(TransactionalAdapter):
 
     Before an install every tensor is read and copied aside, which takes the memory of the weights
     once more until the update is acknowledged. The undo loads the copies where the engine holds
-    something else, and reads them back.
+    something else, and reads them back. What the engine wrote over its version since that was
+    installed does not come back: there, the copy is of the version.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class SimpleAdapter(TransactionalAdapter):
         self._names = None if names is None else frozenset(names)
         self._quiesce = checked_quiesce(quiesce)
         self._before: dict[str, torch.Tensor] | None = None
-        self._installed: WeightUpdateManifest | None = None
+        self._installed: tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]] | None = None
+        self._active: tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]] | None = None
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Compare names, shapes and dtypes, and copy the engine aside.
@@ -88,13 +90,13 @@ class SimpleAdapter(TransactionalAdapter):
             if (dtype_name(held), held.shape) != (table.dtypes[row], table.shapes[row]):
                 raise IncompatibleUpdate(_differs_in_form(manifest, name, held))
             if self._before is None:
-                before[name] = _copied(held)
+                before[name] = self._as_published(name, _copied(held))
         if self._before is None:
             self._before = before
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load every tensor."""
-        self._installed = manifest
+        self._installed = manifest, tensors
         with self._quiesce():
             for name, tensor in tensors.items():
                 self._give(name, tensor)
@@ -106,8 +108,8 @@ class SimpleAdapter(TransactionalAdapter):
             ProofFailed: the engine holds something else.
 
         """
-        manifest = self._installed
-        assert manifest is not None, "prove follows install"
+        assert self._installed is not None, "prove follows install"
+        manifest = self._installed[0]
         table, nbytes = manifest.table, 0
         for name, row in table.rows.items():
             held = self._held(name)
@@ -149,14 +151,30 @@ class SimpleAdapter(TransactionalAdapter):
     def commit(self) -> None:
         """Forget the copies: no undo needs them."""
         if self._installed is not None:
-            self._names = frozenset(self._installed.table.rows)
+            self._active = self._installed
+            self._names = frozenset(self._active[0].table.rows)
         self._end()
 
     def release(self, update_id: str) -> None:
-        """Nothing is kept for single updates."""
+        """Forget a version that was active."""
+        if self._active is not None and self._active[0].update_id == update_id:
+            self._active = None
 
     def _end(self) -> None:
         self._before = self._installed = None
+
+    def _as_published(self, name: str, copy: torch.Tensor) -> torch.Tensor:
+        """What an undo brings back: the engine's tensor, or its version's if that is another."""
+        if self._active is None:
+            return copy
+        manifest, tensors = self._active
+        at = DIGEST_NBYTES * manifest.table.rows[name]
+        published = manifest.digests[at : at + DIGEST_NBYTES]
+        if _digest(copy) == published:
+            return copy
+        # Its user may have written to the mapping: then nobody has the version any more.
+        kept = _copied(tensors[name])
+        return kept if _digest(kept) == published else copy
 
     def _give(self, name: str, tensor: torch.Tensor) -> None:
         require_done(self._load(name, tensor), "load")

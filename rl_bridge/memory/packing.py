@@ -28,7 +28,7 @@ from rl_bridge.manifest.columns import Blocks, ColumnBlocks
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LENGTH_NBYTES, digests_differ
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.manifest.table import TensorTable, collector_paused
+from rl_bridge.manifest.table import TensorTable, collector_paused, row_major_stride
 from rl_bridge.memory.passes import Addresses, BytePlan, block_digests, makes_blocks
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.tensors import TensorFacts, is_lazy_view, is_on_accelerator, tensor_key
@@ -247,6 +247,13 @@ class PackPlan:
         rows = list(enumerate(order))
         self._carried = [(row, index) for row, index in rows if is_carried[index]]
         self._cast = [(row, index) for row, index in rows if is_cast[index]]
+        # What torch needs to look at them in an arena, by elements.
+        size = 1 if self._dtype is None else self._dtype.itemsize
+        self._cast_views = [
+            (shape, row_major_stride(shape), self.table.offsets[row] // size)
+            for row, _ in self._cast
+            for shape in (self.table.shapes[row],)
+        ]
         self._gathered = [
             (row, index)
             for row, index in rows
@@ -301,25 +308,37 @@ class PackPlan:
                 elements = raw_elements(values[index].detach().resolve_conj().resolve_neg())
                 target.view(elements.dtype).view(elements.shape).copy_(elements)
                 sources[row] = targets[row]
-            for row, index in self._cast:
-                target = self._place.bytes_at(int(targets[row]), self.table.nbytes[row])
-                given = values[index].detach()
-                dtype = wire_dtype(given.dtype, self._dtype)
-                target.view(dtype).view(given.shape).copy_(given)
-                sources[row] = targets[row]
+            if self._dtype is not None and self._cast:
+                rows = [row for row, _ in self._cast]
+                self._write_cast([values[index] for _, index in self._cast], address)
+                sources[rows] = targets[rows]
             for row, index in self._carried:
                 target = self._place.bytes_at(int(targets[row]), self.table.nbytes[row])
                 given = values[index].detach()
-                # Cast where it lies: then fewer bytes leave the accelerator. Torch's copy from there
-                # is over when it returns, and comes behind what its current stream does.
+                # Cast where it lies: then fewer bytes leave the accelerator. Torch's copy from
+                # there is over when it returns, and comes behind what its current stream does.
                 dtype = wire_dtype(given.dtype, self._dtype)
-                given = given.to(dtype)
-                target.view(dtype).view(given.shape).copy_(given)
+                target.view(dtype).view(given.shape).copy_(given.to(dtype))
                 sources[row] = targets[row]
         digests = self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
         self._note_lists(sources)
         self.write_lists(address + self._leaves_offset)
         return digests
+
+    def _write_cast(self, given: list[torch.Tensor], address: int) -> None:
+        """Cast tensors into the arena at an address."""
+        assert self._dtype is not None, "something is cast"
+        size = self._dtype.itemsize
+        arena = self._place.bytes_at(address, self.table.leaves_offset // size * size)
+        arena = arena.view(self._dtype)
+        start = arena.storage_offset()
+        views = [
+            arena.as_strided(shape, stride, start + offset)
+            for shape, stride, offset in self._cast_views
+        ]
+        with torch.no_grad():
+            # One call for all: a loop over small tensors takes longer than their copies.
+            torch._foreach_copy_(views, given)
 
     def digest_in_place(
         self, tensors: Mapping[str, torch.Tensor], *, num_threads: int | None = None

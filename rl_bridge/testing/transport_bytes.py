@@ -71,6 +71,29 @@ class BytesArriveUnchanged(TransportCase):
         tensors = consumer.import_update(publisher.publish(source, weight_version=1))
         assert contents_of(tensors) == contents_of(source)
 
+    def test_what_is_cast_on_its_way_arrives_as_torch_casts_it(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Strided, of several dtypes, tied; what holds no floating-point numbers stays as it is."""
+        matrix = torch.arange(35.0).view(5, 7) / 3
+        source = {
+            "matrix": matrix,
+            "transposed": matrix.t(),
+            "tied": matrix,
+            "double": matrix.double()[::2],
+            "zero dim": matrix[1, 1],
+            "empty": matrix[:0],
+            "integers": torch.arange(9),
+            "flags": torch.tensor([True, False]),
+        }
+        wanted = {
+            name: one.to(torch.bfloat16) if one.is_floating_point() else one
+            for name, one in source.items()
+        }
+        manifest = publisher.publish(source, dtype=torch.bfloat16)
+        assert contents_of(consumer.import_update(manifest)) == contents_of(wanted)
+        assert dict(manifest.table.ties) == {"tied": "matrix"}
+
     def test_the_manifest_describes_what_arrives(
         self, publisher: BridgeOver, consumer: BridgeOver
     ) -> None:

@@ -98,6 +98,22 @@ class NobodyDisturbsAnybody(TransportCase):
         assert contents_of(consumer.import_update(manifest)) == contents_of(source)
         assert len(released) == 3, "the import was never in flight"
 
+    def test_a_loop_that_keeps_one_version_takes_nothing_from_its_consumer(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """More versions than slots; the consumer holds each until it has the next one."""
+        held: list[tuple[str, dict[str, torch.Tensor]]] = []
+        for version in range(10):
+            manifest = publisher.publish(sample_weights(version), keep=1)
+            tensors = dict(consumer.import_update(manifest))
+            consumer.acknowledge(manifest.update_id)
+            for number, (before, its) in enumerate(held, start=version - len(held)):
+                assert contents_of(its) == contents_of(sample_weights(number))
+                its.clear()
+                consumer.release(before)
+            held = [(manifest.update_id, tensors)]
+            del tensors
+
     def test_two_versions_are_live_at_once(
         self, publisher: BridgeOver, consumer: BridgeOver
     ) -> None:

@@ -35,6 +35,7 @@ from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.parallel import Placement
 from rl_bridge.testing.processes import until
+from rl_bridge.trainers import StateDictExtractor
 from tests.groups.meshes import SHAPES, Shards, cut, model, placed, shards
 from tests.groups.rig import HashStore, Trainers, everywhere, trainers
 
@@ -83,6 +84,15 @@ def test_a_group_casts_what_its_placements_describe(transport: str) -> None:
             assert all(found[name].dtype is one.dtype for name, one in wanted.items())
             assert all(torch.equal(found[name], one) for name, one in wanted.items())
             consumer.release(manifest)
+
+
+def test_what_an_extractor_of_a_rank_gives_is_cast() -> None:
+    model = torch.nn.Linear(3, 2)
+    with trainers(1) as group, make_weight_bridge("shared-memory") as consumer:
+        publisher = group.publishers[0]
+        manifest = publisher.publish(StateDictExtractor(model), dtype=torch.bfloat16, keep=1)
+        found = consumer.import_update(manifest)
+        assert torch.equal(found["weight"], model.weight.bfloat16())
 
 
 def test_ranks_that_cast_to_different_dtypes_are_told() -> None:

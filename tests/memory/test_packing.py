@@ -47,6 +47,11 @@ def test_parameters_travel_like_tensors() -> None:
 # ---- ties ---------------------------------------------------------------------------------------
 
 
+def test_what_would_have_to_be_cast_cannot_be_read_where_it_lies() -> None:
+    with pytest.raises(WeightBridgeUnavailableError, match=r"'t' would be cast to torch\.bfloat16"):
+        PackPlan({"t": torch.ones(2)}, dtype=torch.bfloat16).digest_in_place({})
+
+
 def test_three_views_of_one_address_are_tied_in_pairs() -> None:
     weight = torch.randn(4, 4)
     plan, _ = pack({"a": weight, "b": weight[:2], "c": weight[:2], "d": weight})
@@ -198,7 +203,7 @@ def test_a_layout_names_the_memory_that_its_bytes_lie_in() -> None:
         device = torch.device("cuda", 1)
 
         def not_plain(self, tensor: torch.Tensor, *, is_source: bool = False) -> str | None:
-            del tensor, takes_lazy_views
+            del tensor, is_source
             return None
 
     tensors = {"w": torch.ones(2)}

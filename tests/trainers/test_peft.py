@@ -94,11 +94,11 @@ def test_a_hook_publishes_what_peft_itself_would_merge_and_casts_it() -> None:
     model, engine = peft_cases.adapted(), peft_cases.base().bfloat16()
     with (
         make_weight_bridge("shared-memory") as bridge,
-        make_weight_bridge("shared-memory") as it,
-        RolloutExecutor(it, ModuleInstallAdapter(engine, mode="copy")) as executor,
+        make_weight_bridge("shared-memory") as rollout,
+        RolloutExecutor(rollout, ModuleInstallAdapter(engine, mode="copy")) as executor,
     ):
-        send, extractor = executor.update_weights, StateDictExtractor(model)
-        StepPublisher(bridge, extractor, send, dtype=torch.bfloat16).publish()
+        extractor = StateDictExtractor(model)
+        StepPublisher(bridge, extractor, executor.update_weights, dtype=torch.bfloat16).publish()
     merged = copy.deepcopy(model).merge_and_unload().state_dict()
     assert all(torch.equal(one, merged[n].bfloat16()) for n, one in engine.state_dict().items())
 

@@ -35,14 +35,12 @@ def main(model: str) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
     with publisher, executor:
         for step in (1, 2, 3):
-            manifest = publisher.publish(trained(llm, step), weight_version=step)
-            executor.update_weights(manifest)
-            publisher.release(manifest.update_id)
+            manifest = publisher.publish(trained(llm, step), keep=1)
+            installed = executor.update_weights(manifest)
             [answer] = llm.generate([{"prompt_token_ids": [1, 5, 9]}], sampling, use_tqdm=False)
-            ack = executor.last_ack
-            assert ack is not None
-            assert ack.proof.root == manifest.root
-            print(step, list(answer.outputs[0].token_ids), f"{ack.timings_ms['total']:.1f} ms")
+            assert installed.proof.root == manifest.root
+            took = f"{installed.timings_ms['total']:.1f} ms"
+            print(step, list(answer.outputs[0].token_ids), took)
 
 
 if __name__ == "__main__":  # vLLM starts processes of its own, which import this file
