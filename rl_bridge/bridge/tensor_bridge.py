@@ -183,7 +183,7 @@ class TensorBridge:
         Args:
             source: an ``nn.Module``, a state dict, an extractor, or an iterable of ``(name,
                 tensor)`` pairs or of `WeightChunk`, such as ``extractor.local()``. Tensors of any
-                shape and strides, on the CPU, or on the GPU over a transport that carries those;
+                shape and strides, on the CPU or on a GPU (torch's current stream there is read);
                 views travel with their own bytes only, tied tensors once.
             weight_version: 0 or more, above every version that this publisher used before. None
                 takes the next one: behind the last one of this publisher, of its `state_dir` or of
