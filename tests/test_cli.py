@@ -30,6 +30,7 @@ COMMANDS = {
         "demo",
         "bench",
         "doctor",
+        "status",
         "inspect",
         "verify",
         "gc",
