@@ -588,7 +588,7 @@ def export(  # noqa: PLR0917 - typer calls it by name
     ],
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", show_default=False, help="A new directory, or an empty one."),
+        typer.Argument(metavar="DIRECTORY", show_default=False, help="A new directory, or an empty one."),
     ],
     version: Annotated[
         str | None,
@@ -753,7 +753,7 @@ def publish(
     directory: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR",
+            metavar="DIRECTORY",
             exists=True,
             file_okay=False,
             show_default=False,

@@ -155,7 +155,6 @@ class _Command(TyperCommand):
 app = typer.Typer(
     name="rl-bridge",
     no_args_is_help=True,
-    add_completion=False,
     # Plain help: each paragraph is wrapped as a whole, and switches are shown without a value.
     rich_markup_mode=None,
     # A failure of ours is one line (see `main`); of a bug, Python's own traceback says the most.

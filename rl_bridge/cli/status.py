@@ -63,7 +63,7 @@ def status(
     ] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """Show what live publishers hold and who reads it, or where a side-car's engine stands.
+    """Show where live publishers, or a side-car's engine, stand.
 
     Of publishers over shared-memory and cuda-vmm on this machine, as far as this user may look at
     their processes: each slot with its update, and what every consumer said of it. Nothing is
