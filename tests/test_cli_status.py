@@ -32,7 +32,10 @@ def publishers(*arguments: str | Path) -> list[dict[str, Any]]:
 
 
 def test_a_live_publisher_is_shown_with_its_slots_and_who_reads_them() -> None:
-    with Child(Trainer) as trainer, make_weight_bridge("shared-memory", source_worker="engine") as engine:
+    with (
+        Child(Trainer) as trainer,
+        make_weight_bridge("shared-memory", source_worker="engine") as engine,
+    ):
         held = engine.import_update(trainer.call("publish", version=7))
         trainer.call("publish", version=8)
         (shown,) = publishers(str(trainer.pid))

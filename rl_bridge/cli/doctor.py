@@ -256,9 +256,7 @@ FEATURES: dict[str, tuple[str, Callable[[], str | None], str]] = {
 }
 
 
-def _found(
-    name: str, cause: str | None, remedy: str, *, is_installed: bool = True
-) -> Availability:
+def _found(name: str, cause: str | None, remedy: str, *, is_installed: bool = True) -> Availability:
     if cause is None:
         return Availability(name, "pass")
     return Availability(name, "blocked", cause, remedy, is_installed)

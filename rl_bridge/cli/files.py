@@ -588,7 +588,9 @@ def export(  # noqa: PLR0917 - typer calls it by name
     ],
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIRECTORY", show_default=False, help="A new directory, or an empty one."),
+        typer.Argument(
+            metavar="DIRECTORY", show_default=False, help="A new directory, or an empty one."
+        ),
     ],
     version: Annotated[
         str | None,

@@ -282,7 +282,9 @@ def _status_facts(found: Status) -> dict[str, str | Text]:
     pending, ack = found.pending, found.last_acknowledgement
     rows: dict[str, str | Text] = {
         "state": Text(found.state, style="green" if found.servable else "bold red"),
-        "version": "none" if found.active_weight_version is None else str(found.active_weight_version),
+        "version": "none"
+        if found.active_weight_version is None
+        else str(found.active_weight_version),
         "update": found.active_update_id or "",
         "root": found.active_root or "",
         "lost": plain(found.lost),
