@@ -160,7 +160,7 @@ def test_an_unknown_mode_is_refused_with_the_list() -> None:
     assert all(word in said.err for word in ("telepathy", *MODES))
 
 
-# ---- `make bench`: what it needs ------------------------------------------------------------------
+# ---- `make bench`: what it needs -----------------------------------------------------------------
 
 
 def test_the_bench_leaves_out_the_flip_that_does_not_fit_and_names_it() -> None:

@@ -35,7 +35,7 @@ _NAME = re.compile(r"rlb-([0-9a-f]{12})-(?:control|([0-9]+)\.seg)")
 _MEMFD = re.compile(rf"/memfd:{_NAME.pattern} \(deleted\)")
 
 
-def status(
+def status(  # noqa: PLR0917 - typer calls it by name
     target: Annotated[
         str | None,
         typer.Argument(
@@ -160,7 +160,7 @@ def _of_process(pid: int) -> list[_Publisher]:
         return []
     for path in descriptors:
         try:
-            name = _MEMFD.fullmatch(os.readlink(path))
+            name = _MEMFD.fullmatch(str(path.readlink()))
             if name is not None and _is_owner(pid, path.name, is_slot=name[2] is not None):
                 owned.append((path, name))
         except OSError:
@@ -237,10 +237,7 @@ def _show_publisher(one: _Publisher, out: Console) -> None:
     for slot in one.slots:
         update = slot.update_id
         number = one.version_of(update)
-        if update is None:
-            version = ""
-        else:
-            version = "not told yet" if number is None else str(number)
+        version = str(number) if number is not None else "not told yet" if update else ""
         cells = (version, (update or "")[:_DIGITS], size(slot.nbytes), slot.state)
         slots.add_row(str(slot.number), *cells)
     out.print(slots)

@@ -18,7 +18,7 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.testing.processes import DEADLINE_S, until
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
 from tests.cli_program import call
 from tests.helpers import weights
 from tests.remote.conftest import states

@@ -1,4 +1,4 @@
-"""What `make wheels` built: each wheel, alone in an environment of its own, makes a first update."""
+"""What `make wheels` built: each wheel, alone in a fresh environment, makes a first update."""
 
 import os
 import shlex
