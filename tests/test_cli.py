@@ -103,6 +103,17 @@ def test_every_command_has_help(command: str, flag: str) -> None:
     assert said.out.count("--") > 1, "an option without a word of help"
 
 
+def test_arguments_are_named_alike_by_all_commands() -> None:
+    named = {
+        argument
+        for command in COMMANDS
+        for argument in call(*command.split(), "--help").out.splitlines()[0].split()[3:]
+        if argument != "[OPTIONS]" and argument not in command.split()
+    }
+    known = {"DIRECTORY", "ENGINE", "FILE", "MANIFEST", "TARGET", "URL", "VERSION"}
+    assert {argument.strip("{}[]") for argument in named} == known
+
+
 def test_the_list_of_commands_cuts_no_line_off() -> None:
     assert "..." not in call("--help", columns=80).out.replace("[ARGS]...", "")
 

@@ -683,3 +683,16 @@ def test_publish_says_in_one_line_that_a_marker_cannot_be_read(store: Path, tmp_
     said = call("publish", checkpoint(tmp_path / "given"), "--url", store)
     assert said.complains("WeightBridgeUnavailableError")
     assert "STABLE cannot be read" in said.err
+
+
+def test_publish_into_a_bucket_with_a_damaged_marker_asks_for_a_number(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path}/run"
+    given = checkpoint(tmp_path / "given")
+    assert call("publish", given, "--url", url).code == 0
+    memory = fsspec.filesystem("memory")
+    for marker in memory.glob(f"{url}/STABLE/*"):
+        memory.pipe_file(marker, b"nonsense")
+    said = call("publish", given, "--url", url)
+    assert said.complains("WeightBridgeUnavailableError")
+    assert "as --version" in said.err
+    assert call("publish", given, "--url", url, "--version", "7").code == 0
