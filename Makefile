@@ -66,7 +66,7 @@ TESTS ?= test
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-full test-gpu test-engines test-engines-full test-sglang test-trainers test-frameworks test-machines lint types docs check format coverage mutants bench docs-serve clean
+.PHONY: help setup demo wheels test test-full test-gpu test-engines test-engines-full test-sglang test-trainers test-frameworks test-machines lint types docs check format coverage mutants bench docs-serve clean
 
 help: ## Print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -169,6 +169,17 @@ $(STAMP_MACHINES): requirements/machines-cpu.lock.txt pyproject.toml setup.py $(
 
 test-machines: $(STAMP_MACHINES) ## Run the tests with real NIXL and Ray, some in network namespaces, one with S3 (4 to 7 minutes)
 	$(TEST_ENV) $(BIN_MACHINES)/python -m pytest tests/machines -p no:cacheprovider $(ARGS)
+
+# For every Python that is here; what they need of others they get from the package index.
+PYTHONS ?= $(shell for minor in 11 12 13 14; do python3.$$minor -c "" 2>/dev/null && echo python3.$$minor; done)
+
+wheels: $(STAMP) ## Build the source distribution and manylinux wheels into dist/, and try each one (PYTHONS=)
+	rm -rf dist build/wheels
+	$(BIN)/python -m build --sdist --outdir dist .
+	for python in $(PYTHONS); do $$python -m pip wheel --no-deps --wheel-dir build/wheels dist/*.tar.gz || exit 1; done
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheels/*.whl
+	$(BIN)/python -m twine check --strict dist/*
+	WHEELS="$(CURDIR)/dist" PYTHONS="$(PYTHONS)" TORCH="$(TORCH)" $(BIN)/python -m pytest -n 0 -p no:cacheprovider tests/wheels $(ARGS)
 
 lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .

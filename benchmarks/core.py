@@ -17,13 +17,14 @@ from typing import Annotated, Any
 import typer
 from _lib.environment import collect_environment, save
 from _lib.groups import Group, Row, count_steps, run_group, share_probes
-from _lib.memory import MIB, warm_up
+from _lib.memory import GIB, MIB, available_nbytes, warm_up
 from _lib.pair import Pair
-from _lib.plan import MANY_TENSORS, Plan, make_plan
+from _lib.plan import MANY_TENSORS, Plan, fit, make_plan, needed_nbytes
 from _lib.ratios import Figures, core_figures, peer_figures, size_figures
 from _lib.report import print_figures, print_rows
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 __all__ = ["main"]
 
@@ -105,6 +106,16 @@ def main(
     environment = collect_environment()
     plan = make_plan(quick=quick, payload_nbytes=None if mib is None else mib * MIB)
     timestamp = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    available = available_nbytes()
+    try:
+        plan, left_out = fit(plan, available)
+    except MemoryError as error:
+        console.print(Text(f"error: {error}"))
+        raise typer.Exit(1) from error
+    needed = max(map(needed_nbytes, plan.groups()))
+    console.print(f"Needs {needed / GIB:.1f} GiB of memory; {available / GIB:.1f} are available.")
+    for group in left_out:
+        console.print(f"Left out: {group.name}, which needs {needed_nbytes(group) / GIB:.1f} GiB.")
     results, firsts, warm = _run(plan, console)
     figures = _figures(plan, results, firsts)
     document = {
@@ -115,6 +126,7 @@ def main(
         "environment": environment,
         "warm_up": warm,
         "payload": {**asdict(plan.payload), "nbytes": plan.payload.nbytes, "dtype": "bfloat16"},
+        "left_out": [group.name for group in left_out],
         "repetitions": {group.name: group.reps for group in plan.groups()},
         "warm_up_updates": plan.core.warmup,
         "ratios": figures.ratios,

@@ -158,3 +158,28 @@ def test_an_unknown_mode_is_refused_with_the_list() -> None:
     said = run_command("--smoke", "--mode", "telepathy")
     assert said.code == 2
     assert all(word in said.err for word in ("telepathy", *MODES))
+
+
+# ---- `make bench`: what it needs -----------------------------------------------------------------
+
+
+def test_the_bench_leaves_out_the_flip_that_does_not_fit_and_names_it() -> None:
+    plans, memory = (importlib.import_module(f"_lib.{name}") for name in ("plan", "memory"))
+    full = plans.make_plan(quick=False)
+    kept, left_out = plans.fit(full, 14 * memory.GIB)
+    assert [group.name for group in left_out] == ["flip_4gib"]
+    assert [*kept.groups(), *left_out] == full.groups()
+
+
+def test_the_bench_starts_nothing_where_it_would_be_killed_for_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    core = importlib.import_module("core")
+    monkeypatch.setattr(core, "available_nbytes", lambda: 3 << 30)
+    monkeypatch.setattr(core, "_run", lambda *_: pytest.fail("it was started"))
+    out = tmp_path / "core.json"
+    monkeypatch.setattr(sys, "argv", ["core.py", "--quick", "--out", str(out)])
+    said = said_by(lambda: typer.run(core.main))
+    assert said.code == 1
+    assert "needs about 4.0 GiB of memory, 3.0 GiB are available" in " ".join(said.err.split())
+    assert not out.exists()

@@ -21,7 +21,7 @@ from rl_bridge.memory import vm
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
-from tests.cli_program import Said, call, run
+from tests.cli_program import Said, call, run, run_as_process
 from tests.groups.meshes import shards
 from tests.groups.rig import damage, trainers
 
@@ -30,6 +30,7 @@ COMMANDS = {
         "demo",
         "bench",
         "doctor",
+        "status",
         "inspect",
         "verify",
         "gc",
@@ -100,6 +101,29 @@ def test_every_command_has_help(command: str, flag: str) -> None:
     assert info.callback is not None
     assert (info.callback.__doc__ or "").splitlines()[0] in said.out
     assert said.out.count("--") > 1, "an option without a word of help"
+
+
+def test_arguments_are_named_alike_by_all_commands() -> None:
+    named = {
+        argument
+        for command in COMMANDS
+        for argument in call(*command.split(), "--help").out.splitlines()[0].split()[3:]
+        if argument != "[OPTIONS]" and argument not in command.split()
+    }
+    known = {"DIRECTORY", "ENGINE", "FILE", "MANIFEST", "TARGET", "URL", "VERSION"}
+    assert {argument.strip("{}[]") for argument in named} == known
+
+
+def test_the_list_of_commands_cuts_no_line_off() -> None:
+    assert "..." not in call("--help", columns=80).out.replace("[ARGS]...", "")
+
+
+def test_a_shell_completes_commands() -> None:
+    asked = {"COMP_WORDS": "rl-bridge files ver", "COMP_CWORD": "2"}
+    done = run_as_process(
+        "-m", "rl_bridge", environment=asked | {"_RL_BRIDGE_COMPLETE": "complete_bash"}
+    )
+    assert (done.code, done.out) == (0, "verify\n")
 
 
 @pytest.mark.parametrize(

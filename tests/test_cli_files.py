@@ -663,3 +663,36 @@ def test_publish_refuses_the_name_of_an_adapter_for_a_model(store: Path, tmp_pat
     said = call("publish", folder, "--url", store, "--adapter", "policy")
     assert refuses(said, "--adapter policy is of an adapter")
     assert not store.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense"], ids=["empty", "nonsense"])
+def test_publish_leaves_the_number_of_a_version_with_a_damaged_marker(
+    store: Path, tmp_path: Path, content: bytes
+) -> None:
+    publish(store, 3, 5)
+    (folder_of(store, 5) / "STABLE").write_bytes(content)
+    said = call("publish", checkpoint(tmp_path / "given"), "--url", store, "--json").json
+    assert said["weight_version"] == 6
+
+
+def test_publish_says_in_one_line_that_a_marker_cannot_be_read(store: Path, tmp_path: Path) -> None:
+    publish(store, 3)
+    marker = folder_of(store, 3) / "STABLE"
+    marker.unlink()
+    marker.mkdir()
+    said = call("publish", checkpoint(tmp_path / "given"), "--url", store)
+    assert said.complains("WeightBridgeUnavailableError")
+    assert "STABLE cannot be read" in said.err
+
+
+def test_publish_into_a_bucket_with_a_damaged_marker_asks_for_a_number(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path}/run"
+    given = checkpoint(tmp_path / "given")
+    assert call("publish", given, "--url", url).code == 0
+    memory = fsspec.filesystem("memory")
+    for marker in memory.glob(f"{url}/STABLE/*"):
+        memory.pipe_file(marker, b"nonsense")
+    said = call("publish", given, "--url", url)
+    assert said.complains("WeightBridgeUnavailableError")
+    assert "as --version" in said.err
+    assert call("publish", given, "--url", url, "--version", "7").code == 0

@@ -17,6 +17,7 @@ from rl_bridge.cli import bench, program
 from rl_bridge.cli import bench as measure
 from rl_bridge.cli import doctor as probes
 from rl_bridge.cli import screen as environment
+from rl_bridge.cuda.devices import has_driver
 from rl_bridge.engines import probe as engine_probe
 from rl_bridge.engines.sglang import probe as sglang
 from rl_bridge.engines.vllm import probe as vllm
@@ -64,10 +65,25 @@ def test_doctor_tells_people_cause_and_remedy() -> None:
     assert said.code == 0
     for words in ("shared-memory", "sglang is not installed", "→ Install it: pip", "Ready:"):
         assert words in said.out
-    (summary,) = (line for line in said.out.splitlines() if line.startswith("Not installed: "))
-    assert "sglang" in summary
-    blocked = [line for line in said.out.splitlines() if line.startswith("Blocked")]
-    assert not any("sglang" in line for line in blocked)
+
+
+@pytest.mark.skipif(has_driver(), reason="a GPU is here: its transports are not missing")
+def test_doctor_calls_nothing_blocked_on_a_sound_machine_without_gpu() -> None:
+    said = call("doctor")
+    assert (said.code, "locked" in said.out) == (0, False), said.out
+    (summary,) = (line for line in said.out.splitlines() if line.startswith("Not installed"))
+    assert {"sglang", "cuda-vmm", "cuda-ipc", "NCCL"} < set(re.findall(r"[\w-]+", summary))
+
+
+def test_doctor_calls_blocked_what_is_installed_and_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "nixl_cu12").mkdir()
+    (tmp_path / "nixl_cu12/_api.py").write_text("raise ImportError('no libcudart')")
+    monkeypatch.syspath_prepend(tmp_path)
+    (row,) = (line for line in call("doctor").out.splitlines() if line.startswith("  nixl "))
+    assert row.split()[1] == "blocked"
+    assert "no libcudart" in row
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["screen", "json"])

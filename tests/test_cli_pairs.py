@@ -60,4 +60,4 @@ def test_no_facts_and_no_transport_are_errors(trainer: Path, tmp_path: Path) -> 
     assert said.err.startswith("error: ")
     said = call("doctor", "--pair", str(tmp_path / "none"))
     assert (said.code, said.out) == (2, "")
-    assert "none' does not exist" in said.err
+    assert "with `rl-bridge doctor --facts > FILE`" in " ".join(said.err.split())

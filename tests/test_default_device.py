@@ -11,7 +11,7 @@ from rl_bridge import ModuleInstallAdapter, RolloutExecutor
 from rl_bridge.cuda.digest import DevicePass
 from rl_bridge.testing.faults import HostIPC, HostVMM
 from rl_bridge.testing.peer import BridgeOver, sample_weights
-from rl_bridge.testing.strategies import contents_of
+from rl_bridge.testing.tensors import contents_of
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.local import LocalClone
 from rl_bridge.transports.shared_memory import SharedMemory

@@ -21,7 +21,7 @@ from rl_bridge.testing.faults import Fault, FaultInjecting, KillAt, Step
 from rl_bridge.testing.installer_faults import Sabotage, Stage
 from rl_bridge.testing.peer import BridgeOver, Peer, engine_weights, hashes, sample_weights
 from rl_bridge.testing.processes import Child, ChildDied, until
-from rl_bridge.testing.strategies import contents_of
+from rl_bridge.testing.tensors import contents_of
 from rl_bridge.transports.shared_memory import SharedMemory
 
 Move = tuple[State, Event]

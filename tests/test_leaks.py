@@ -20,7 +20,7 @@ from rl_bridge.testing import Holdings, assert_nothing_leaks
 from rl_bridge.testing.faults import Fault, FaultInjecting, InjectedFault, Step
 from rl_bridge.testing.leaks import LEAKS, growth, prove_checks
 from rl_bridge.testing.peer import BridgeOver, engine_weights, sample_weights
-from rl_bridge.testing.strategies import random_tensor
+from rl_bridge.testing.tensors import random_tensor
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.local import LocalClone
 from rl_bridge.transports.shared_memory import SharedMemory

@@ -78,3 +78,35 @@ def test_the_remedy_for_an_old_engine_installs_one_that_is_new_enough(
     assert f"pip install 'rl-bridge[{engine}]'" in str(told.value)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert f"{engine}>={parts.MINIMUM}" in extras["optional-dependencies"][engine]
+
+
+# What extras and our own tools bring, as modules; a plain `pip install rl-bridge` has none of them.
+NOT_BROUGHT = (
+    *("anyio", "cryptography", "fastapi", "fsspec", "h11", "httpx", "hypothesis", "matplotlib"),
+    *("prometheus_client", "pytest", "safetensors", "watchfiles"),
+)
+WITHOUT = """
+import sys
+class Absent:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in {0!r}:
+            raise ModuleNotFoundError(name)
+if __name__ == "__main__":
+    sys.meta_path.insert(0, Absent())
+    from rl_bridge.cli import main
+    main({1!r})
+"""
+
+
+@pytest.mark.parametrize("command", [("--version",), ("doctor",), ("bench", "--mib=1")])
+def test_the_program_runs_with_nothing_but_what_it_depends_on(command: tuple[str, ...]) -> None:
+    code = WITHOUT.format(NOT_BROUGHT, command)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

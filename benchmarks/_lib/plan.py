@@ -8,7 +8,12 @@ from _lib.lanes import LaneSpec
 from _lib.memory import GIB, MIB
 from _lib.payload import PayloadSpec
 
-__all__ = ["MANY_TENSORS", "Plan", "make_plan"]
+__all__ = ["MANY_TENSORS", "Plan", "fit", "make_plan", "needed_nbytes"]
+
+# Payloads in memory at a group's worst moment, measured (`memory` of the rows), and rounded up:
+# source, slots and engine of each lane that is beside others, or of all methods of a comparison.
+_COPIES, _COPIES_OF_ALL = 4, 12
+_PROCESSES_NBYTES = GIB  # two that have imported torch, and the one that measures
 
 _OURS = "_lib.ours"
 _WARMUP = 3
@@ -122,3 +127,33 @@ def make_plan(*, quick: bool, payload_nbytes: int | None = None) -> Plan:
         # more than that, because the kernel does not always hand out the same pages again.
         warm_up_nbytes=max((8 if quick else 16) * spec.nbytes, 2 * GIB if quick else 16 * GIB),
     )
+
+
+def needed_nbytes(group: Group) -> int:
+    """Return about how much memory a group takes at its worst moment."""
+    own = [lane.spec.nbytes for lane in group.lanes if lane.spec is not None]
+    payloads = _COPIES * sum(own) if own else _COPIES_OF_ALL * group.spec.nbytes
+    return payloads + _PROCESSES_NBYTES
+
+
+def fit(plan: Plan, available_nbytes: int) -> tuple[Plan, list[Group]]:
+    """Leave out flips for which there is not enough memory.
+
+    Returns:
+        What is left of the plan, and what was left out.
+
+    Raises:
+        MemoryError: there is not enough for the rest; the text says what to do.
+
+    """
+    left_out = [group for group in plan.flips if needed_nbytes(group) > available_nbytes]
+    kept = replace(plan, flips=tuple(group for group in plan.flips if group not in left_out))
+    most = max(map(needed_nbytes, kept.groups()))
+    if most > available_nbytes:
+        msg = (
+            f"needs about {most / GIB:.1f} GiB of memory, {available_nbytes / GIB:.1f} GiB are "
+            "available: the kernel would kill it, or another process. End other processes, or "
+            "measure less: --quick (make bench QUICK=1), or --mib 128."
+        )
+        raise MemoryError(msg)
+    return kept, left_out

@@ -4,7 +4,6 @@ import ctypes
 import importlib.util
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from rl_bridge.cli.screen import (
     status_text,
     version,
 )
+from rl_bridge.cuda.devices import has_driver
 from rl_bridge.engines.sglang import probe as sglang
 from rl_bridge.engines.vllm import probe as vllm
 from rl_bridge.errors import WeightBridgeError
@@ -53,12 +53,23 @@ FactsOption = Annotated[
     bool,
     typer.Option("--facts", help="Write what this side is, as JSON, for --pair on the other side."),
 ]
+
+
+def _written(path: Path | None) -> Path | None:
+    if path is not None and not path.is_file():
+        msg = (
+            f"there is no file {str(path)!r}. Write it on the trainer's side, with `rl-bridge "
+            "doctor --facts > FILE`, and bring it here."
+        )
+        raise typer.BadParameter(msg)
+    return path
+
+
 PairOption = Annotated[
     Path | None,
     typer.Option(
         "--pair",
-        exists=True,
-        dir_okay=False,
+        callback=_written,
         help="Name the transport to this side from the trainer that wrote this file (--facts).",
     ),
 ]
@@ -245,8 +256,10 @@ FEATURES: dict[str, tuple[str, Callable[[], str | None], str]] = {
 }
 
 
-def _found(name: str, cause: str | None, remedy: str) -> Availability:
-    return Availability(name, "blocked", cause, remedy) if cause else Availability(name, "pass")
+def _found(name: str, cause: str | None, remedy: str, *, is_installed: bool = True) -> Availability:
+    if cause is None:
+        return Availability(name, "pass")
+    return Availability(name, "blocked", cause, remedy, is_installed)
 
 
 def feature(name: str) -> Availability:
@@ -256,12 +269,15 @@ def feature(name: str) -> Availability:
         cause = probe()
     except (WeightBridgeError, OSError) as error:
         cause = str(error)
-    return _found(name, cause, remedy)
+    return _found(name, cause, remedy, is_installed=name != "NCCL" or has_driver())
 
 
 def compiled_pass() -> Availability:
     """Tell whether copies and digests run in the compiled module."""
-    remedy = "Install a C compiler and reinstall. Until then Python does it: slower, same digests."
+    remedy = (
+        "Install rl_bridge again (from a clone: pip install -e .) where a C compiler is. Until "
+        "then Python does it: slower, same digests."
+    )
     return _found("compiled pass", native_cause(), remedy)
 
 
@@ -272,7 +288,7 @@ def engine(name: str) -> Availability:
     """
     found = ENGINES[name].PACKAGE
     cause = f"{name} is not installed" if found.version() is None else None
-    return _found(name, cause, f"Install it: {found.install}.")
+    return _found(name, cause, f"Install it: {found.install}.", is_installed=cause is None)
 
 
 def engine_features(name: str) -> list[Availability]:
@@ -284,7 +300,7 @@ def engine_features(name: str) -> list[Availability]:
 def ray() -> Availability:
     """Tell whether Ray is installed, without importing it."""
     cause = "ray is not installed" if importlib.util.find_spec("ray") is None else None
-    return _found("ray", cause, f"Install it: {INSTALL_RAY}.")
+    return _found("ray", cause, f"Install it: {INSTALL_RAY}.", is_installed=cause is None)
 
 
 def nixl_backends() -> list[Availability]:
@@ -304,8 +320,6 @@ def nixl_backends() -> list[Availability]:
 
 # Without these two there is nothing that rl_bridge could do here.
 _NEEDED = frozenset({"local-clone", "shared-memory"})
-
-_NOT_INSTALLED = re.compile(r"^\w+ is not installed$|^no package of NIXL can be imported")
 
 _PURPOSES = {
     "local-clone": "one process, every update copied",
@@ -333,10 +347,8 @@ class _Check:
 
     @property
     def status(self) -> str:
-        """For people: a package that nobody installed is missed by nobody."""
-        if self.found.status == "pass" or not _NOT_INSTALLED.search(self.found.cause):
-            return self.found.status
-        return "not installed"
+        """For people: what nobody installed is not broken."""
+        return self.found.status if self.found.is_installed else "not installed"
 
 
 def doctor(
@@ -348,9 +360,10 @@ def doctor(
 ) -> None:
     """Tell what works on this machine, and why the rest does not.
 
-    Transports, engines and features of the kernel; what does not work says what to do. The exit
-    code is 1 only if shared-memory or local-clone is blocked: without the rest, rl_bridge is slower
-    or goes fewer ways.
+    Transports, engines and features of the kernel; what does not work says what to do. "Not
+    installed": a package or a GPU's driver is not here, which nothing else needs. "Blocked": it is
+    here and does not work. The exit code is 1 only if shared-memory or local-clone is blocked:
+    without the rest, rl_bridge is slower or goes fewer ways.
 
     For two sides: --facts on the trainer's writes a file, and --pair with that file on the engine's
     says which transport the two use, and why not another one.
@@ -424,6 +437,7 @@ def _document(checks: list[_Check], *, ready: bool) -> dict[str, JSONValue]:
                 "group": check.group,
                 "name": check.found.name,
                 "status": check.found.status,
+                "is_installed": check.found.is_installed,
                 "purpose": check.purpose,
                 "cause": check.found.cause,
                 "remedy": check.found.remedy,
@@ -456,7 +470,10 @@ def _show(checks: list[_Check], missing: list[str], out: Console) -> None:
         out.print(Text(f"Not ready: {' and '.join(missing)} blocked.", style="bold red"))
     else:
         out.print(Text("Ready: local-clone and shared-memory work.", style="bold green"))
-    for status, says in (("not installed", "Not installed"), ("blocked", "Blocked, as said above")):
+    for status, says in (
+        ("not installed", "Not installed, and not needed by the rest"),
+        ("blocked", "Blocked, as said above"),
+    ):
         names = [check.found.name for check in checks if check.status == status]
         if names:
             out.print(f"{says}: {', '.join(names)}.", markup=False)

@@ -40,7 +40,7 @@ from rl_bridge.transports.files.retention import (
     surplus,
     update_id_of,
 )
-from rl_bridge.transports.files.store import StoredVersion, VersionStore
+from rl_bridge.transports.files.store import StoredVersion, VersionStore, is_version
 from rl_bridge.transports.files.transport import Files
 from rl_bridge.transports.registry import canonical_name
 
@@ -588,7 +588,9 @@ def export(  # noqa: PLR0917 - typer calls it by name
     ],
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", show_default=False, help="A new directory, or an empty one."),
+        typer.Argument(
+            metavar="DIRECTORY", show_default=False, help="A new directory, or an empty one."
+        ),
     ],
     version: Annotated[
         str | None,
@@ -753,7 +755,7 @@ def publish(
     directory: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR",
+            metavar="DIRECTORY",
             exists=True,
             file_okay=False,
             show_default=False,
@@ -843,27 +845,43 @@ def _publish(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     with bridge:
-        if version is not None:
-            # (Before a publisher is there: in an object store that puts an earlier one out.)
-            _require_unused(url, version)
+        # Before a publisher is there, which in an object store puts an earlier one out, and once
+        # more behind it: another one may have published meanwhile.
+        _unused(url, version)
         bridge.publisher  # noqa: B018 - from here on no other one publishes there
-        if version is None:
-            numbers = (one.marker.weight_version for one in _store_of(url).visible())
-            version = max(numbers, default=0) + 1
-        else:
-            _require_unused(url, version)  # another one may have published it meanwhile
-        return bridge.publish(tensors, weight_version=version, adapter=spec)
+        number = _unused(url, version)
+        return bridge.publish(tensors, weight_version=number, adapter=spec)
 
 
-def _require_unused(url: str, version: int) -> None:
-    """Refuse a number that a version in the store has."""
+def _unused(url: str, version: int | None) -> int:
+    """A number that no version in the store has: `version`, or one above the highest.
+
+    Raises:
+        VersionNotMonotonic: one has that number.
+        WeightBridgeUnavailableError: a version cannot be looked at, so that nobody knows.
+
+    """
     store = _store_of(url)
     if store.directory is not None and not store.directory.exists():
-        return  # a store that is made now
-    numbers = {one.number for one in _versions(store)}
+        return 1 if version is None else version  # a store that is made now
+    numbers = {one.marker.weight_version for one in store.visible()}
+    # What has a damaged marker is no version now, but its marker may come back. In a directory its
+    # name has the number.
+    damaged = store.damaged()
+    numbers.update(int(name.partition("-")[0]) for name in damaged if is_version(name))
+    if version is None:
+        unknown = [name for name in damaged if not is_version(name)]
+        if unknown:
+            msg = (
+                f"{unknown[0]} in {store} is damaged, so nobody knows which number is free. Give "
+                "one that was never published, as --version."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        return max(numbers, default=0) + 1
     if version in numbers:
         msg = (
             f"{store} has a version {version} already, expected a number that is not there. Give "
             f"another number, such as --version {max(numbers) + 1}, or none."
         )
         raise VersionNotMonotonic(msg)
+    return version

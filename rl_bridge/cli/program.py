@@ -21,6 +21,7 @@ from rl_bridge.cli.doctor import doctor
 from rl_bridge.cli.inspect import inspect
 from rl_bridge.cli.screen import plain, say_error, say_json, screen, size, version
 from rl_bridge.cli.sidecar import sidecar
+from rl_bridge.cli.status import status
 from rl_bridge.cli.verify import verify
 from rl_bridge.demo.rollout import Engine
 from rl_bridge.demo.run import DEFAULT_STEPS, run_demo
@@ -154,7 +155,6 @@ class _Command(TyperCommand):
 app = typer.Typer(
     name="rl-bridge",
     no_args_is_help=True,
-    add_completion=False,
     # Plain help: each paragraph is wrapped as a whole, and switches are shown without a value.
     rich_markup_mode=None,
     # A failure of ours is one line (see `main`); of a bug, Python's own traceback says the most.
@@ -182,7 +182,7 @@ def _program(
 
 
 for _command in (
-    *(demo, bench, doctor, inspect, verify, gc, sidecar, certs),
+    *(demo, bench, doctor, status, inspect, verify, gc, sidecar, certs),
     *(files.export, files.publish),
 ):
     app.command(cls=_Command)(_command)

@@ -31,6 +31,55 @@ class EngineServer(StrEnum):
     SGLANG = "sglang"
 
 
+KeyFile = Annotated[
+    Path,
+    typer.Option(
+        "--key-file",
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+        help="The key that trainer and side-car share: 32 bytes or more, mode 0600.",
+    ),
+]
+TLSCert = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-cert",
+        dir_okay=False,
+        show_default=False,
+        help="For TLS: this side's certificate, which names its host.",
+    ),
+]
+TLSKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-key",
+        dir_okay=False,
+        show_default=False,
+        help="For TLS: the key of this certificate.",
+    ),
+]
+TLSAuthority = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca",
+        dir_okay=False,
+        show_default=False,
+        help="For TLS: the authority that signed the other side's certificate.",
+    ),
+]
+
+
+def tls_files(cert: Path | None, key: Path | None, ca: Path | None) -> TLSFiles | None:
+    """The files of three options that are given together, or not at all."""
+    if cert and key and ca:
+        return TLSFiles(cert=cert, key=key, ca=ca)
+    if cert or key or ca:
+        msg = "expected --tls-cert, --tls-key and --tls-ca together. Give all three, or none."
+        raise typer.BadParameter(msg)
+    return None
+
+
 def sidecar(  # noqa: PLR0917 - typer calls it by name
     engine: Annotated[
         str,
@@ -40,16 +89,7 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
             help="A server's URL, or module:function that makes a TwoPhaseExecutor.",
         ),
     ],
-    key_file: Annotated[
-        Path,
-        typer.Option(
-            "--key-file",
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-            help="The key that is shared with the trainer: 32 bytes or more, mode 0600.",
-        ),
-    ],
+    key_file: KeyFile,
     state_dir: Annotated[
         Path,
         typer.Option(
@@ -80,33 +120,9 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
             help="The key that SGLang's server asks for, its admin's if it has one; mode 0600.",
         ),
     ] = None,
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-cert",
-            dir_okay=False,
-            show_default=False,
-            help="For TLS: this side-car's certificate, which names its host.",
-        ),
-    ] = None,
-    tls_key: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-key",
-            dir_okay=False,
-            show_default=False,
-            help="For TLS: the key of this certificate.",
-        ),
-    ] = None,
-    tls_ca: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-ca",
-            dir_okay=False,
-            show_default=False,
-            help="For TLS: the authority that signed the clients' certificates.",
-        ),
-    ] = None,
+    tls_cert: TLSCert = None,
+    tls_key: TLSKey = None,
+    tls_ca: TLSAuthority = None,
     take_over: Annotated[
         bool,
         typer.Option(
@@ -141,12 +157,8 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
         body_timeout_s=body_timeout_s,
         max_connections=max_connections,
     )
-    tls = None
-    if tls_cert or tls_key or tls_ca:
-        if not (tls_cert and tls_key and tls_ca):
-            msg = "expected --tls-cert, --tls-key and --tls-ca together. Give all three, or none."
-            raise typer.BadParameter(msg)
-        tls = TLSFiles(cert=tls_cert, key=tls_key, ca=tls_ca)
+    tls = tls_files(tls_cert, tls_key, tls_ca)
+    if tls is not None:
         TLS(tls)  # before the engine is taken
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("rl_bridge").setLevel(logging.INFO)

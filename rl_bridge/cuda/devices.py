@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,9 @@ from rl_bridge.memory.places import CPU_PLACE, Pass, Place
 
 DriverName = Literal["cuda", "host"]
 
+_LIBRARY = "libcuda.so.1"
+_CONTROL_DEVICE = Path("/dev/nvidiactl")
+
 _LOCK = threading.RLock()
 # By process: owners of a parent's drivers do nothing in a forked child, which has its own.
 _DRIVERS: dict[tuple[int, str, int | None], CUDADriver | HostIPCDriver] = {}
@@ -28,12 +32,23 @@ os.register_at_fork(
 )
 
 
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is on this machine, in whatever state."""
+    if _CONTROL_DEVICE.exists():
+        return True
+    try:
+        ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
 def cuda_cause() -> str | None:
     """What this machine lacks for CUDA memory sharing; None if it lacks nothing."""
     try:
-        ctypes.CDLL("libcuda.so.1")
+        ctypes.CDLL(_LIBRARY)
     except OSError as error:
-        return f"libcuda.so.1, the NVIDIA driver's library, cannot be loaded ({error})"
+        return f"{_LIBRARY}, the NVIDIA driver's library, cannot be loaded ({error})"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():

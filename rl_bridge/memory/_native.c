@@ -601,7 +601,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, m
 
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);
-    /* What `run` looks for, if it is asked to: a module of an earlier build has no such name. */
+    /* What `run` looks for, if it is asked to. passes.py refuses a module that says anything else: one
+     * of an earlier build. Whoever changes what these functions take changes the text here and there. */
     if (made && PyModule_AddStringConstant(made, "looks_for", "non-finite")) Py_CLEAR(made);
     return made;
 }

@@ -160,6 +160,49 @@ def _header(publisher_id: str) -> bytes:
     return _MAGIC + publisher_id.encode("ascii")
 
 
+def read_records(fd: int, nbytes: int) -> list[Record]:
+    """Read every record of a control segment of `nbytes`; nothing is locked or written.
+
+    Raises:
+        SegmentError: the segment is shorter than that.
+
+    """
+    found = []
+    for start in map(_start, range(num_records(nbytes))):
+        alive = leases.is_held(fd, start=start, length=RECORD_NBYTES)
+        record = _read(fd, start, nbytes)
+        if record is None:
+            continue
+        if record.presence == "alive" and not alive:
+            record = record.model_copy(update={"presence": "gone"})
+        found.append(record)
+    return found
+
+
+def _read(fd: int, start: int, nbytes: int) -> Record | None:
+    for _ in range(_READ_TRIES):
+        # By read and not by mapping: a named file that somebody cut off must not kill us.
+        raw = os.pread(fd, RECORD_NBYTES, start)
+        if len(raw) != RECORD_NBYTES:
+            msg = (
+                f"the control segment ended after {start + len(raw)} of {nbytes} bytes: it was "
+                "truncated, and consumers' reports are lost. Make a new bridge."
+            )
+            raise SegmentError(msg)
+        sequence, length, checksum = _HEAD.unpack_from(raw)
+        if sequence == 0:
+            return None
+        text = raw[_HEAD.size : _HEAD.size + length]
+        if len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
+            os.sched_yield()  # its writer may wait for this core, half-way
+            continue  # being written at this moment, or damaged: the tries decide
+        try:
+            return Record.model_validate_json(text)
+        except ValidationError:
+            break
+    return Record(worker="?", rank=-1, pid=-1, presence="unreadable")
+
+
 class ControlReader:
     """The publisher's end: owns the segment, reads the records."""
 
@@ -170,43 +213,11 @@ class ControlReader:
 
     def records(self) -> list[Record]:
         """Read everybody's record; those that are gone stay until their place is reused."""
-        found = []
-        for start in map(_start, range(num_records(self.segment.nbytes))):
-            alive = leases.is_held(self.segment.fd, start=start, length=RECORD_NBYTES)
-            record = self._read(start)
-            if record is None:
-                continue
-            if record.presence == "alive" and not alive:
-                record = record.model_copy(update={"presence": "gone"})
-            found.append(record)
-        return found
+        return read_records(self.segment.fd, self.segment.nbytes)
 
     def close(self) -> None:
         """Give the segment back."""
         self.segment.close()
-
-    def _read(self, start: int) -> Record | None:
-        for _ in range(_READ_TRIES):
-            # By read and not by mapping: a named file that somebody cut off must not kill us.
-            raw = os.pread(self.segment.fd, RECORD_NBYTES, start)
-            if len(raw) != RECORD_NBYTES:
-                msg = (
-                    f"the control segment ended after {start + len(raw)} of {self.segment.nbytes} "
-                    "bytes: it was truncated, and consumers' reports are lost. Make a new bridge."
-                )
-                raise SegmentError(msg)
-            sequence, length, checksum = _HEAD.unpack_from(raw)
-            if sequence == 0:
-                return None
-            text = raw[_HEAD.size : _HEAD.size + length]
-            if len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
-                os.sched_yield()  # its writer may wait for this core, half-way
-                continue  # being written at this moment, or damaged: the tries decide
-            try:
-                return Record.model_validate_json(text)
-            except ValidationError:
-                break
-        return Record(worker="?", rank=-1, pid=-1, presence="unreadable")
 
 
 class ControlWriter:

@@ -29,7 +29,7 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES, LENGTH_NBYTES, digests_diff
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable, collector_paused, row_major_stride
-from rl_bridge.memory.passes import Addresses, BytePlan, block_digests, makes_blocks
+from rl_bridge.memory.passes import Addresses, BytePlan, block_digests
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.tensors import TensorFacts, is_lazy_view, is_on_accelerator, tensor_key
 
@@ -428,7 +428,7 @@ class LeafPlan(BytePlan):
         super().__init__(nbytes, dtypes=dtypes, native=native)
         self._cuts = cuts
         self._cut_columns = np.empty((0, 5), np.uint64)
-        if cuts is not None and cuts.nbytes and makes_blocks(self._native):
+        if cuts is not None and cuts.nbytes and self._native is not None:
             columns = (cuts.strips, cuts.rows, cuts.row_nbytes, cuts.band_rows, cuts.starts)
             self._cut_columns = np.stack(columns, 1).astype(np.uint64)
         self._columns = np.empty(0, np.uint8)

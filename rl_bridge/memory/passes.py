@@ -43,6 +43,8 @@ _SERIAL_NBYTES = 4 << 20
 _STREAM_NBYTES = 8 << 20
 _MAX_THREADS = 8
 _CURSOR_NBYTES = 8
+# What the compiled module says of itself: that of an earlier build does not, and is not used.
+_LOOKS_FOR = "non-finite"
 
 
 def _address_of(array: npt.NDArray[Any]) -> int:
@@ -97,6 +99,11 @@ def _load_native() -> tuple[ModuleType | None, int, str | None]:
         native = importlib.import_module("rl_bridge.memory._native")
     except ImportError as error:
         return None, 0, f"the compiled module is missing ({error}); no C compiler at install time?"
+    if getattr(native, "looks_for", None) != _LOOKS_FOR:
+        # In a clone that was updated and not built anew. Used in part, it would be slow unsaid.
+        cause = f"the compiled module {native.__file__} is of an earlier build"
+        _LOG.warning("%s. Digests are slow without it: build it anew (pip install -e .).", cause)
+        return None, 0, cause
     try:
         library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
     except (ImportError, OSError) as error:
@@ -194,17 +201,15 @@ class BytePlan:
         )
         more = self._more_arguments()
         numbers = self._numbers if digest else None
-        if numbers is not None and looks_for_non_finite(self._native):
-            found = np.zeros(len(self), np.uint8)
+        found = np.zeros(0 if numbers is None else len(self), np.uint8)
+        if numbers is not None:
             more = (*(more or (0, 0)), *numbers.addresses, _address_of(found))
         run = partial(self._native.run, *arguments, *more)
         _run_shared(run, self.total_nbytes, int(self._start[-1]), num_threads)
         if not digest:
             return b""
-        if numbers is not None and looks_for_non_finite(self._native):
+        if numbers is not None:
             self.non_finite = found.astype(bool)
-        elif numbers is not None:
-            self.non_finite = numbers.find(src, self._nbytes)
         table = room[_CURSOR_NBYTES:]
         digests = self._combine(table)
         self._note(table)
@@ -296,16 +301,6 @@ class _Numbers:
         return False
 
 
-def looks_for_non_finite(native: ModuleType | None) -> bool:
-    """Whether a compiled module looks for NaN and Inf; one of an earlier release does not."""
-    return hasattr(native, "looks_for")
-
-
-def makes_blocks(native: ModuleType | None) -> bool:
-    """Whether a compiled module digests column blocks; one of an earlier release does not."""
-    return hasattr(native, "digest_blocks")
-
-
 def block_digests(
     blocks: npt.NDArray[np.uint64], *, num_threads: int | None = None
 ) -> npt.NDArray[np.uint8]:
@@ -319,7 +314,7 @@ def block_digests(
     """
     blocks = np.ascontiguousarray(blocks, np.uint64)
     num = len(blocks)
-    if NATIVE is None or not makes_blocks(NATIVE):
+    if NATIVE is None:
         digests = [_block_digest(*block) for block in blocks.tolist()]
         return np.frombuffer(b"".join(digests), np.uint8).reshape(num, DIGEST_NBYTES)
     sizes = blocks[:, 1] * blocks[:, 2]

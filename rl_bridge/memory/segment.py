@@ -83,6 +83,11 @@ def is_held(fd: int, *, start: int = 0, length: int = 1) -> bool:
     return bool(_FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK)
 
 
+def has_owner(fd: int) -> bool:
+    """Tell whether the owner of a named segment lives."""
+    return is_held(fd, start=_OWNER_BYTE)
+
+
 class SegmentRef(BaseModel):
     """Where a segment is, as it travels in a manifest. What it says is checked, never believed."""
 
@@ -418,7 +423,7 @@ def sweep(directory: Path, *, dry_run: bool = False) -> list[tuple[str, int]]:
         except OSError:
             continue  # removed meanwhile, or another user's: not ours to sweep
         else:
-            if is_held(fd, start=_OWNER_BYTE):
+            if has_owner(fd):
                 continue
             swept.append((path.name, os.fstat(fd).st_size))
             if not dry_run:

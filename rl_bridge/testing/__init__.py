@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         until,
         watchdog,
     )
-    from rl_bridge.testing.strategies import bytes_of, contents_of, random_tensor
+    from rl_bridge.testing.tensors import bytes_of, contents_of, random_tensor
     from rl_bridge.testing.transport_suite import TransportSuite
 
 __all__ = [
@@ -95,7 +95,7 @@ _MODULES = {
     "lifecycle_machine": "LifecycleMachine",
     "peer": "BridgeOver Peer PeerOptions hashes sample_weights",
     "processes": "Child ChildDied ChildError stop_process until watchdog",
-    "strategies": "bytes_of contents_of random_tensor",
+    "tensors": "bytes_of contents_of random_tensor",
     "transport_suite": "TransportSuite",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

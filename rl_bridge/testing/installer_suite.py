@@ -34,7 +34,7 @@ from rl_bridge.testing.installer_faults import (
 )
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from rl_bridge.testing.processes import DEADLINE_S
-from rl_bridge.testing.strategies import bytes_of, random_tensor
+from rl_bridge.testing.tensors import bytes_of, random_tensor
 from rl_bridge.testing.transport_case import only_report
 from rl_bridge.transports.registry import transport_class
 

@@ -31,7 +31,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.installer_faults import EngineFault, Sabotage, Stage, poke
 from rl_bridge.testing.peer import BridgeOver
-from rl_bridge.testing.strategies import bytes_of, random_tensor
+from rl_bridge.testing.tensors import bytes_of, random_tensor
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.shared_memory import SharedMemory
 

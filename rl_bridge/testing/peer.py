@@ -19,7 +19,7 @@ from rl_bridge.lifecycle import Observer
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import Fault, FaultInjecting, Locate, die
-from rl_bridge.testing.strategies import bytes_of, random_tensor
+from rl_bridge.testing.tensors import bytes_of, random_tensor
 from rl_bridge.transports.base import Transport
 
 

@@ -1,11 +1,13 @@
 """The suite's first part: bytes arrive unchanged, whatever they are and however they lie."""
 
 import itertools
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rl_bridge.errors import StaleUpdate
 from rl_bridge.lifecycle import Event, State
@@ -14,16 +16,103 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import row_major_stride
 from rl_bridge.memory.parts import Scope
 from rl_bridge.testing.peer import BridgeOver, sample_weights
-from rl_bridge.testing.strategies import (
-    ODD_NAMES,
-    bytes_of,
-    contents_of,
-    random_tensor,
-    state_dicts,
-)
+from rl_bridge.testing.tensors import bytes_of, contents_of, random_tensor
 from rl_bridge.testing.transport_case import TransportCase
 
 _VERSIONS = itertools.count(1)
+
+# ---- what travels, drawn by Hypothesis: dtypes, shapes, names, tensors in odd layouts ------------
+
+ODD_NAMES = (
+    "",
+    " ",
+    ".",
+    "..",
+    "/",
+    "../../etc/passwd",
+    "a\nb",
+    "a\tb",
+    "a\0b",
+    '"',
+    "\\",
+    "é",
+    "e\u0301",
+    "重み",
+    "🦊",
+    "\u202eabc",
+    "\u2028",
+    "\uffff",
+    "__class__",
+    "%s",
+    "{}",
+    "x" * 300,
+)
+
+_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda tensor: tensor,
+    "offset": lambda tensor: tensor[min(1, tensor.shape[0]) :],
+    "stepped": lambda tensor: tensor[::2],
+    "expanded": lambda tensor: tensor[:1].expand(min(3, 3 * tensor.shape[0]), *tensor.shape[1:]),
+    "windows": lambda tensor: tensor.unfold(0, min(2, tensor.shape[0]), 1),
+    "transposed": lambda tensor: tensor.transpose(0, -1),
+    "narrowed": lambda tensor: tensor[..., : max(1, tensor.shape[-1] - 1)],
+    "channels last": lambda tensor: tensor.permute(0, 3, 1, 2),
+}
+_DIMS_NEEDED = dict(zip(_VIEWS, (0, 1, 1, 1, 1, 2, 2, 4), strict=True))
+LAYOUTS = tuple(_VIEWS)
+"""Memory layouts of a source tensor, by name."""
+
+
+def dtypes() -> st.SearchStrategy[str]:
+    """Every wire dtype."""
+    return st.sampled_from(sorted(DTYPE_NBYTES))
+
+
+def shapes(*, max_dims: int = 4, max_side: int = 5) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes, those with no dimensions and with a 0 among them too."""
+    return st.lists(st.integers(0, max_side), max_size=max_dims).map(tuple)
+
+
+def names() -> st.SearchStrategy[str]:
+    """Tensor names, most of them ugly."""
+    return st.sampled_from(ODD_NAMES) | st.text(max_size=12) | st.from_regex(r"[a-z]\.[0-9]\.w")
+
+
+def _lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """Another view with odd strides; the tensor itself where it has too few dimensions."""
+    if tensor.dim() < _DIMS_NEEDED[layout]:
+        return tensor
+    return _VIEWS[layout](tensor)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """One tensor: any dtype, shape, bytes and memory layout."""
+    tensor = random_tensor(draw(dtypes()), draw(shapes()), draw(st.integers(0, 2**32 - 1)))
+    return _lay_out(tensor, draw(st.sampled_from(LAYOUTS)))
+
+
+@st.composite
+def state_dicts(draw: st.DrawFn, *, max_tensors: int = 8) -> dict[str, torch.Tensor]:
+    """Some tensors by name, among them tied ones and views that overlap."""
+    found: dict[str, torch.Tensor] = {}
+    for name in draw(st.lists(names(), unique=True, min_size=1, max_size=max_tensors)):
+        earlier = list(found.values())
+        kind = draw(st.sampled_from(("fresh", "fresh", "tied", "view", "overlapping")))
+        if not earlier or kind == "fresh":
+            found[name] = draw(tensors())
+            continue
+        base = draw(st.sampled_from(earlier))
+        if kind == "tied":
+            found[name] = base
+        elif kind == "view":
+            found[name] = base.view(base.shape)
+        else:
+            found[name] = base[: base.shape[0] // 2 + 1] if base.dim() else base
+    return found
+
+
+# ---- the suite -----------------------------------------------------------------------------------
 
 
 class BytesArriveUnchanged(TransportCase):

@@ -16,7 +16,7 @@ from rl_bridge.memory.parts import Scope
 from rl_bridge.testing.faults import Fault, KillAt, Step, die
 from rl_bridge.testing.peer import BridgeOver, hashes, id_of, sample_weights
 from rl_bridge.testing.processes import Child, ChildDied, ChildError, until, watchdog
-from rl_bridge.testing.strategies import contents_of
+from rl_bridge.testing.tensors import contents_of
 from rl_bridge.testing.transport_case import MakeBridge, MakePeer, TransportCase, only_report
 
 # The transition at which a consumer dies -> the calls that lead there.

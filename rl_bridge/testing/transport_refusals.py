@@ -31,7 +31,7 @@ from rl_bridge.manifest.table import TensorTable
 from rl_bridge.testing.leaks import Holdings
 from rl_bridge.testing.peer import BridgeOver, sample_weights
 from rl_bridge.testing.processes import DEADLINE_S, watchdog
-from rl_bridge.testing.strategies import contents_of, random_tensor
+from rl_bridge.testing.tensors import contents_of, random_tensor
 from rl_bridge.testing.transport_case import MakeBridge, TransportCase, faults_of, only_report
 
 _HOSTILE: tuple[Any, ...] = (

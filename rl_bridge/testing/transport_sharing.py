@@ -18,7 +18,7 @@ from rl_bridge.lifecycle import State
 from rl_bridge.testing.faults import Fault, InjectedFault, Step
 from rl_bridge.testing.peer import BridgeOver, sample_weights
 from rl_bridge.testing.processes import watchdog
-from rl_bridge.testing.strategies import bytes_of, contents_of, random_tensor
+from rl_bridge.testing.tensors import bytes_of, contents_of, random_tensor
 from rl_bridge.testing.transport_case import MakeBridge, TransportCase, faults_of, only_report
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from rl_bridge.testing.peer import BridgeOver, hashes
-from rl_bridge.testing.strategies import random_tensor
+from rl_bridge.testing.tensors import random_tensor
 from rl_bridge.testing.transport_bytes import BytesArriveUnchanged
 from rl_bridge.testing.transport_case import MakeBridge
 from rl_bridge.testing.transport_processes import ProcessesComeAndGo

@@ -54,6 +54,8 @@ class Availability:
         status: ``pass`` or ``blocked``.
         cause: what exactly is missing; empty if nothing is.
         remedy: what the user can do about it.
+        is_installed: False where nothing is broken: a package that it needs, or a GPU's driver, is
+            not on this machine at all.
 
     """
 
@@ -61,6 +63,7 @@ class Availability:
     status: Literal["pass", "blocked"]
     cause: str = ""
     remedy: str = ""
+    is_installed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import ClassVar, Self
 import torch
 
 from rl_bridge.cuda.broker import Broker
-from rl_bridge.cuda.devices import DriverName, cuda_cause, driver_at, place_at
+from rl_bridge.cuda.devices import DriverName, cuda_cause, driver_at, has_driver, place_at
 from rl_bridge.cuda.driver import VMMDriver
 from rl_bridge.cuda.host import HostIPCDriver
 from rl_bridge.cuda.ipc import IPC_UNIT, PlainMemory
@@ -255,7 +255,7 @@ class CUDAVMM(Transport):
         try:
             cls()._options.open_driver().probe()  # noqa: SLF001 - its own
         except (TransportUnavailable, DriverError) as error:
-            return Availability(cls.name, "blocked", error.cause, error.remedy)
+            return Availability(cls.name, "blocked", error.cause, error.remedy, has_driver())
         return Availability(cls.name, "pass")
 
     def publisher_end(self, publisher_id: str) -> PublisherEnd:
@@ -442,7 +442,7 @@ class CUDAIPC(Transport):
         try:
             cls()._options.open_driver().probe_ipc()  # noqa: SLF001 - its own
         except (TransportUnavailable, DriverError) as error:
-            return Availability(cls.name, "blocked", error.cause, error.remedy)
+            return Availability(cls.name, "blocked", error.cause, error.remedy, has_driver())
         return Availability(cls.name, "pass")
 
     def publisher_end(self, publisher_id: str) -> PublisherEnd:

@@ -12,7 +12,7 @@ from rl_bridge import (
     TransactionalAdapter,
     WeightUpdateManifest,
 )
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
 from tests.helpers import weights
 
 __all__ = [

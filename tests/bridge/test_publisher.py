@@ -25,7 +25,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.lifecycle import Event, Role, Transition
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
 from tests.bridge.engines import fours
 from tests.helpers import weights
 

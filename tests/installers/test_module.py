@@ -17,7 +17,7 @@ from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.memory import vm
 from rl_bridge.testing import InstallerSuite
 from rl_bridge.testing.installer_suite import Rig, engine_state, sample_engine
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
 
 
 class TestCopy(InstallerSuite):

@@ -14,7 +14,7 @@ from rl_bridge.installers.engine_memory import named_engine_tensors
 from rl_bridge.testing import InstallerSuite
 from rl_bridge.testing.installer_faults import EngineFault
 from rl_bridge.testing.installer_suite import engine_state
-from rl_bridge.testing.strategies import bytes_of, contents_of
+from rl_bridge.testing.tensors import bytes_of, contents_of
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -14,7 +14,7 @@ from rl_bridge.bridge.bridges import NIXLTensorBridge, make_weight_bridge
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.memory import vm
 from rl_bridge.testing.processes import until
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
 from rl_bridge.transports.nixl.client import ControlClient
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.fetch import Source

@@ -10,7 +10,7 @@ from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.testing.processes import Child, until
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
 from tests.machines.nixl_roles import Reader, Trainer, weights
 
 

@@ -16,7 +16,7 @@ from rl_bridge.errors import SegmentError, StaleUpdate, TransferTimeout
 from rl_bridge.memory import vm
 from rl_bridge.memory.slots import ARRIVING
 from rl_bridge.testing.processes import Child, until
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
 from rl_bridge.transports.base import PartRequest
 from rl_bridge.transports.nixl import reading
 from rl_bridge.transports.nixl.publisher import NIXLPublisher

@@ -13,7 +13,7 @@ from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.memory.packing import checked_block
 from rl_bridge.memory.parts import PartNeeds
 from rl_bridge.testing.processes import Child
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
 from tests.machines.nixl_roles import (
     SIZE,
     Between,

@@ -12,7 +12,7 @@ import pytest
 
 from rl_bridge import WeightBridgeUnavailableError, make_weight_bridge
 from rl_bridge.testing.processes import DEADLINE_S
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
 from rl_bridge.transports.nixl.agent import Agent, MemoryRefused
 from rl_bridge.transports.nixl.reading import Reading
 from tests.machines.nixl_roles import weights

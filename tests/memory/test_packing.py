@@ -11,7 +11,7 @@ from rl_bridge.memory import vm
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.places import CPUPlace
 from rl_bridge.memory.views import anonymous_pin
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
 
 State = dict[str, torch.Tensor]
 # torch calls half-precision complex numbers experimental, once per process.

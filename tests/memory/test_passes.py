@@ -257,15 +257,6 @@ def test_one_number_anywhere_is_found_and_only_in_its_tensor(
     assert not plan.non_finite.any()
 
 
-@compiled
-def test_a_module_of_an_earlier_build_has_numpy_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "looks_for_non_finite", lambda _native: False)
-    numbers = torch.tensor([1.0, torch.inf])
-    plan = BytePlan(np.array([8], np.uint64), dtypes=["float32"])
-    plan.digest(np.array([numbers.data_ptr()], np.uint64))
-    assert plan.non_finite.tolist() == [True]
-
-
 # ---- interrupts and failures --------------------------------------------------------------------
 
 
@@ -380,6 +371,18 @@ def test_the_compiled_pass_is_in_use_where_it_was_built() -> None:
 
 
 # ---- without the compiled module ----------------------------------------------------------------
+
+
+@compiled
+def test_a_compiled_module_of_an_earlier_build_is_told_once_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(importlib.import_module("rl_bridge.memory._native"), "looks_for")
+    native, _, cause = passes._load_native()
+    assert native is None
+    assert "is of an earlier build" in str(cause)
+    (line,) = caplog.messages
+    assert "pip install -e ." in line
 
 
 @compiled

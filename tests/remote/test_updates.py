@@ -18,7 +18,8 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.testing.processes import DEADLINE_S, until
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
+from tests.cli_program import call
 from tests.helpers import weights
 from tests.remote.conftest import states
 from tests.remote.engines import BEGUN, DEATH
@@ -230,3 +231,19 @@ def test_a_sidecar_that_is_gone_is_an_engine_lost(
         sidecar.kill()
         with pytest.raises(EngineLost, match="with the same state directory"):
             engine.update_weights(publish(trainer, 1))
+
+
+def test_a_shell_is_told_where_the_engine_stands(
+    shared: SidecarProcess, trainer: TensorBridge
+) -> None:
+    with shared.client() as engine:
+        version = (engine.active_weight_version or 0) + 1
+        manifest = publish(trainer, version)
+        engine.update_weights(manifest)
+    said = call("status", shared.url, "--key-file", shared.key_file)
+    assert (said.code, said.err) == (0, "")
+    rows = dict(line.split(maxsplit=1) for line in said.out.splitlines()[1:])
+    expected = {"state": "serving", "version": str(version), "proof": "digest"}
+    assert {name: rows[name] for name in expected} == expected
+    told = call("status", shared.url, "--key-file", shared.key_file, "--json").json
+    assert told["active_root"] == manifest.root

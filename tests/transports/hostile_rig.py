@@ -19,7 +19,7 @@ from rl_bridge import WeightUpdateManifest
 from rl_bridge.bridge import TensorBridge
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.testing.peer import sample_weights
-from rl_bridge.testing.strategies import contents_of
+from rl_bridge.testing.tensors import contents_of
 from rl_bridge.transports.wire import Connector, Message, PeerClient, PeerProtocol, Reported
 
 __all__ = ["Target", "every_version_arrives"]

@@ -9,7 +9,7 @@ from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from rl_bridge.testing.peer import BridgeOver, sample_weights
-from rl_bridge.testing.strategies import contents_of, random_tensor
+from rl_bridge.testing.tensors import contents_of, random_tensor
 
 
 class InTorchMemory:

@@ -20,7 +20,7 @@ from rl_bridge.memory.arrival_digest import ArrivalPlan
 from rl_bridge.memory.views import Attachment
 from rl_bridge.testing.peer import engine_weights, hashes, sample_weights
 from rl_bridge.testing.processes import until
-from rl_bridge.testing.strategies import contents_of, random_tensor
+from rl_bridge.testing.tensors import contents_of, random_tensor
 from rl_bridge.transports.broadcast import group, receiver, sender
 from rl_bridge.transports.wire.arenas import Arrivals, CPUArenas
 from tests.bridge.engines import Verifying

@@ -16,7 +16,7 @@ from rl_bridge.bridge import BroadcastTensorBridge
 from rl_bridge.errors import DeadlineExceeded, SegmentError
 from rl_bridge.testing.peer import hashes, id_of
 from rl_bridge.testing.processes import Child, ChildDied, ChildError, until
-from rl_bridge.testing.strategies import contents_of
+from rl_bridge.testing.tensors import contents_of
 from rl_bridge.transports.broadcast import receiver as receiving
 from rl_bridge.transports.broadcast.group import BrokenGroups, _made_in_thread
 from rl_bridge.transports.wire.arenas import Arrivals, CPUArenas

@@ -31,7 +31,7 @@ from rl_bridge.errors import (
 from rl_bridge.testing.leaks import Holdings, growth
 from rl_bridge.testing.peer import sample_weights
 from rl_bridge.testing.processes import DEADLINE_S, until
-from rl_bridge.testing.strategies import contents_of
+from rl_bridge.testing.tensors import contents_of
 from rl_bridge.transports.broadcast import sender, server
 from rl_bridge.transports.broadcast.group import Group, GroupStore, said, send_slices
 from rl_bridge.transports.broadcast.init_info import MAGIC, BroadcastInitInfo

@@ -28,7 +28,7 @@ from rl_bridge.testing import TransportSuite
 from rl_bridge.testing.faults import HostIPC, Locate, published_address
 from rl_bridge.testing.peer import BridgeOver, Peer, hashes, sample_weights
 from rl_bridge.testing.processes import Child
-from rl_bridge.testing.strategies import contents_of
+from rl_bridge.testing.tensors import contents_of
 from tests.helpers import open_fds
 from tests.transports.cuda_rig import changed, publish, refuse_once, shown
 

@@ -17,7 +17,7 @@ from rl_bridge.errors import SegmentError
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.peer import BridgeOver, Peer, hashes, sample_weights
 from rl_bridge.testing.processes import Child, ChildError
-from rl_bridge.testing.strategies import contents_of
+from rl_bridge.testing.tensors import contents_of
 from rl_bridge.transports.shared_memory import SharedMemory
 
 Damage = Callable[[Path], None]

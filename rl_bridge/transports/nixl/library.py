@@ -9,6 +9,7 @@ starts this module's `main` without the rest of rl_bridge and without torch.
 
 import ctypes
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -48,6 +49,11 @@ def find() -> tuple[Any, str]:
             return module, _version(package)
     msg = f"no package of NIXL can be imported ({'; '.join(causes)})"
     raise ImportError(msg)
+
+
+def is_installed() -> bool:
+    """Whether a package of it is there, whether or not it can be imported."""
+    return any(importlib.util.find_spec(package) is not None for package in PACKAGES)
 
 
 def _version(package: str) -> str:

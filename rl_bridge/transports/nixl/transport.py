@@ -157,7 +157,7 @@ class NIXL(Transport):
         """Whether NIXL is installed and can open its backend UCX."""
         cause = backend_cause("UCX")
         if cause is not None:
-            return Availability(cls.name, "blocked", cause, REMEDY)
+            return Availability(cls.name, "blocked", cause, REMEDY, library.is_installed())
         return Availability(cls.name, "pass")
 
     def publisher_end(self, publisher_id: str) -> PublisherEnd:

@@ -13,7 +13,7 @@ from rl_bridge.cuda.digest import DevicePass, EngineName
 from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, NON_FINITE
 from rl_bridge.memory import vm
-from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.testing.tensors import bytes_of
 from tests.test_docs_format import PATTERNS, VECTORS
 
 __all__ = [
