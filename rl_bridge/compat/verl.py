@@ -18,13 +18,11 @@ Names are those of verl 0.9.
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
+from importlib.util import find_spec
 from typing import Any
 
-import ray
 import torch
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
-from verl.workers.rollout import base as rollouts
 
 from rl_bridge.bridge import RolloutExecutor, TensorBridge, make_weight_bridge
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
@@ -36,6 +34,7 @@ from rl_bridge.errors import (
     describe,
 )
 from rl_bridge.manifest import WeightUpdateManifest
+from rl_bridge.ray.calls import require
 
 __all__ = ["BridgeCheckpointEngine", "Delivery"]
 
@@ -101,13 +100,13 @@ async def _told(call: Any, what: str, timeout_s: float) -> Any:
     try:
         return await asyncio.wait_for(asyncio.wrap_future(call.future()), timeout_s)
     except TimeoutError as error:
-        ray.cancel(call)
+        require().cancel(call)
         msg = (
             f"{what} did not come within {timeout_s} s. See the log of the other side's workers; "
             f"engine_kwargs.{BACKEND}.timeout_s is how long to wait."
         )
         raise DeadlineExceeded(msg) from error
-    except ray.exceptions.RayActorError as error:
+    except require("ray.exceptions").RayActorError as error:
         msg = f"{what} will not come: the other side's process ended. Start it anew with verl."
         raise EngineLost(msg) from error
 
@@ -123,7 +122,9 @@ class Delivery:
 
     """
 
-    def __init__(self, engine: "BridgeCheckpointEngine", sync: str, rank: int, mailbox: Any) -> None:
+    def __init__(
+        self, engine: "BridgeCheckpointEngine", sync: str, rank: int, mailbox: Any
+    ) -> None:
         """Configure; nothing is waited for."""
         self.engine = engine
         self._sync, self._rank, self._mailbox = sync, rank, mailbox
@@ -165,13 +166,15 @@ class Delivery:
         self.answer(READ)
 
 
-@CheckpointEngineRegistry.register(BACKEND)
-class BridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has no types here
+class BridgeCheckpointEngine:
     """One end of verl's sync of weights: in a trainer's rank, or beside a rollout's worker.
 
     verl makes it, with the options of ``checkpoint_engine.engine_kwargs.rl_bridge``, and calls its
-    methods in the order in which they stand here.
+    methods in the order in which they stand here: they are those of verl's ``CheckpointEngine``.
     """
+
+    wire_format = "named_tensors"
+    """What verl's own adapters take a `Delivery` for."""
 
     def __init__(
         self,
@@ -196,12 +199,11 @@ class BridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl ha
         self.transport, self.timeout_s = transport, timeout_s
         self.engine_options = {"cast": True, "timeout_s": timeout_s, **(engine_options or {})}
         self._is_master = is_master
-        self._bridge: TensorBridge | None = None
         self._mailbox: Any = None
         self._held: str | None = None
         self._sync, self._rank, self._count = "", 0, 0
 
-    @property
+    @cached_property
     def bridge(self) -> TensorBridge:
         """This end's bridge, made when it is asked for first.
 
@@ -209,15 +211,16 @@ class BridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl ha
             WeightBridgeUnavailableError: no such transport, or not on this machine.
 
         """
-        if self._bridge is None:
-            name = "trainer" if self._is_master else "rollout"
-            self._bridge = make_weight_bridge(self.transport, source_worker=name)
-        return self._bridge
+        name = "trainer" if self._is_master else "rollout"
+        return make_weight_bridge(self.transport, source_worker=name)
 
     def prepare(self) -> dict[str, Any]:
         """Begin a sync: the trainer's first rank says by which actor it talks."""
-        if self._is_master and self._mailbox is None:
-            self._mailbox = ray.remote(_Mailbox).options(num_cpus=0, max_concurrency=1000).remote()
+        if not self._is_master:
+            return {"mailbox": None}
+        if self._mailbox is None:
+            kind = require().remote(_Mailbox)
+            self._mailbox = kind.options(num_cpus=0, max_concurrency=1000).remote()
         return {"mailbox": self._mailbox}
 
     @classmethod
@@ -319,7 +322,9 @@ class BridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl ha
         offer = self._mailbox.offer.remote(self._sync, manifest.to_json(), "")
         await _told(offer, "the mailbox's receipt", self.timeout_s)
         call = self._mailbox.answers.remote(self._sync, self._count)
-        what = f"the answer of all {self._count} rollout workers to version {manifest.weight_version}"
+        what = (
+            f"the answer of all {self._count} rollout workers to version {manifest.weight_version}"
+        )
         said: Mapping[int, str] = await _told(call, what, self.timeout_s)
         failed = [f"worker {rank} {one}" for rank, one in said.items() if one.startswith(_FAILED)]
         if failed or len(said) < self._count:
@@ -347,7 +352,7 @@ class BridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl ha
 
 @cache
 def _server_adapter() -> type:
-    """verl's adapter of a vLLM server, which takes a `Delivery` as a transaction."""
+    """Verl's adapter of a vLLM server, which takes a `Delivery` as a transaction."""
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
     class VLLMServerAdapter(ServerAdapter):  # type: ignore[misc]  # verl has no types here
@@ -401,4 +406,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(msg)
 
 
-rollouts._ROLLOUT_REGISTRY["vllm", "async"] = f"{__name__}.VLLMServerAdapter"  # noqa: SLF001 - verl has no public way
+def _register() -> None:
+    from verl.checkpoint_engine.base import CheckpointEngineRegistry
+    from verl.workers.rollout import base
+
+    CheckpointEngineRegistry.register(BACKEND)(BridgeCheckpointEngine)
+    # Private: verl has no other way. The class does what verl's does, but for a `Delivery`.
+    base._ROLLOUT_REGISTRY["vllm", "async"] = f"{__name__}.VLLMServerAdapter"  # noqa: SLF001
+
+
+if find_spec("verl") is not None:
+    _register()
