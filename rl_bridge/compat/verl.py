@@ -330,8 +330,8 @@ class BridgeCheckpointEngine:
         if failed or len(said) < self._count:
             why = "; ".join(failed) or "a later sync began before all had answered"
             msg = (
-                f"version {manifest.weight_version} is not in all rollouts: {why}. Those that "
-                "failed keep the version before."
+                f"version {manifest.weight_version} is not in all rollouts, and those that failed "
+                f"keep the version before: {why}"
             )
             raise WeightUpdateRejectedError(msg)
         return list(said.values())
@@ -358,6 +358,16 @@ def _server_adapter() -> type:
     class VLLMServerAdapter(ServerAdapter):  # type: ignore[misc]  # verl has no types here
         _executor: RolloutExecutor | None = None
 
+        def __init__(self, config: Any, *args: Any, **more: Any) -> None:
+            if config.checkpoint_engine.backend == BACKEND and config.free_cache_engine:
+                msg = (
+                    "rollout.free_cache_engine is True: verl's sync then puts the engine into a "
+                    "sleep that throws its weights away, and an undo would have nothing to go back "
+                    "to. Set actor_rollout_ref.rollout.free_cache_engine=False."
+                )
+                raise WeightBridgeUnavailableError(msg)
+            super().__init__(config, *args, **more)
+
         async def update_weights(
             self, weights: Any, global_steps: int | None = None, **more: Any
         ) -> Any:
@@ -380,13 +390,6 @@ def _server_adapter() -> type:
             return None
 
         async def _connected(self, engine: BridgeCheckpointEngine) -> RolloutExecutor:
-            if self.config.free_cache_engine:
-                msg = (
-                    "rollout.free_cache_engine is True: verl's sync puts the engine into a sleep "
-                    "that throws its weights away, and an undo would have nothing to go back to. "
-                    "Set actor_rollout_ref.rollout.free_cache_engine=False."
-                )
-                raise WeightBridgeUnavailableError(msg)
             told: Awaitable[Any] = self.server_handle.get_server_address.remote()
             address, port = await told
             host = f"[{address}]" if ":" in address else address

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from rl_bridge.compat.verl import BridgeCheckpointEngine
-from rl_bridge.errors import (
-    DigestMismatch,
-    IncompatibleUpdate,
-    VersionNotMonotonic,
-    WeightBridgeUnavailableError,
-    WeightUpdateRejectedError,
-)
+from rl_bridge.errors import WeightBridgeError, WeightBridgeUnavailableError
 from tests.engines.served import Served
 
+ROOT = Path(__file__).resolve().parents[2]
+STAND_INS = ROOT / "tests" / "frameworks" / "stand_ins"
+"""Says that vLLM is installed: its CPU build has another name, which verl does not look for."""
 RANKS = 2
 SECONDS = 20.0
 START_S = 120
@@ -31,9 +28,7 @@ def cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
 
-    root = Path(__file__).resolve().parents[2]
-    stand_ins = root / "tests" / "frameworks" / "stand_ins"
-    variables = {"PYTHONPATH": f"{root}:{stand_ins}", "OMP_NUM_THREADS": "1"}
+    variables = {"PYTHONPATH": f"{ROOT}:{STAND_INS}", "OMP_NUM_THREADS": "1"}
     ray.init(num_cpus=32, include_dashboard=False, runtime_env={"env_vars": variables})
     try:
         yield
@@ -96,7 +91,12 @@ class Synced:
             ray.kill(worker)
 
 
-def test_the_engine_has_the_methods_of_verls_contract_as_verl_calls_them() -> None:
+@pytest.fixture
+def named_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(STAND_INS)
+
+
+def test_the_engine_has_the_methods_of_verls_contract_as_verl_calls_them(named_vllm: None) -> None:
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
     from verl.workers.rollout import BaseRollout, get_rollout_class
 
@@ -143,7 +143,7 @@ def test_verls_manager_brings_each_global_step_as_a_version_to_every_worker(kept
 @pytest.mark.timeout(START_S)
 def test_damaged_bytes_reach_no_rollout_and_the_next_step_does(kept: Synced) -> None:
     kept.update(10, numbers(10))
-    with pytest.raises(DigestMismatch, match="layer"):
+    with pytest.raises(WeightBridgeError, match=r"checksum mismatch for 'layer\.0'"):
         kept.update(11, numbers(11), "damaged")
     assert all(same(one, numbers(10)) for one in loaded(kept))
     kept.update(12, numbers(12))
@@ -153,7 +153,7 @@ def test_damaged_bytes_reach_no_rollout_and_the_next_step_does(kept: Synced) -> 
 @pytest.mark.timeout(START_S)
 def test_a_trainer_that_fails_half_way_delivers_nothing_and_its_ranks_read_on(kept: Synced) -> None:
     kept.update(20, numbers(20))
-    with pytest.raises((OSError, WeightUpdateRejectedError), match="a shard is missing"):
+    with pytest.raises((OSError, WeightBridgeError), match="a shard is missing"):
         kept.update(21, numbers(21), "raises")
     assert all(same(one, numbers(20)) for one in loaded(kept))
     assert kept.trainer.read_to_end()[1:] == [True]
@@ -164,7 +164,7 @@ def test_a_trainer_that_fails_half_way_delivers_nothing_and_its_ranks_read_on(ke
 @pytest.mark.timeout(START_S)
 def test_a_step_that_was_sent_already_is_refused(kept: Synced) -> None:
     kept.update(30, numbers(30))
-    with pytest.raises((VersionNotMonotonic, WeightUpdateRejectedError), match="30"):
+    with pytest.raises(WeightBridgeError, match="30"):
         kept.update(30, numbers(31))
     assert all(same(one, numbers(30)) for one in loaded(kept))
 
@@ -178,6 +178,12 @@ def served_model(checkpoint: str) -> dict[str, torch.Tensor]:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     return {name: one.detach().clone() for name, one in model.state_dict().items()}
+
+
+def answers_of(server: Served) -> list[int]:
+    """What it answers to a prompt, computed anew."""
+    assert server.call("reset_prefix_cache").is_success
+    return list(server.generate([5, 6], tokens=8)["token_ids"])
 
 
 @pytest.fixture
@@ -206,40 +212,38 @@ def test_verls_worker_updates_a_vllm_server_as_a_transaction(
         told = synced.update(0, served_model)
         assert told == {"rl_bridge/weight_version": 0, "rl_bridge/engines_proven": 1}
         assert server.label().startswith("0@")
-        before = server.answers()
+        before = answers_of(server)
         other = {**served_model, "lm_head.weight": served_model["lm_head.weight"].flip(0)}
         synced.update(7, other)
-        label, answers = server.label(), server.answers()
+        label, answers = server.label(), answers_of(server)
         assert label.startswith("7@")
         assert answers != before
         assert ray.get(server_actor.get_global_steps.remote()) == 7
 
-        with pytest.raises(DigestMismatch):
+        with pytest.raises(WeightBridgeError, match="checksum mismatch"):
             synced.update(8, served_model, "damaged")
-        assert (server.label(), server.answers()) == (label, answers)
+        assert (server.label(), answers_of(server)) == (label, answers)
         short = {name: one for name, one in served_model.items() if name != "lm_head.weight"}
-        with pytest.raises(IncompatibleUpdate, match=r"lm_head\.weight"):
+        with pytest.raises(WeightBridgeError, match=r"lm_head\.weight"):
             synced.update(9, short)
-        assert (server.label(), server.answers()) == (label, answers)
+        assert (server.label(), answers_of(server)) == (label, answers)
         assert ray.get(server_actor.get_global_steps.remote()) == 7
 
         assert synced.update(10, served_model)["rl_bridge/engines_proven"] == 1
-        assert server.answers() == before
+        assert answers_of(server) == before
         with pytest.raises(ray.exceptions.RayActorError):
             synced.update(11, other, "killed")
         assert server.label().startswith("10@")
-        assert server.answers() == before
+        assert answers_of(server) == before
     finally:
         synced.end()
 
 
-@pytest.mark.timeout(400)
 def test_a_rollout_whose_sync_drops_its_weights_is_refused(
-    server: Served, server_actor: Any, checkpoint: str, served_model: dict[str, torch.Tensor]
+    named_vllm: None, checkpoint: str
 ) -> None:
-    synced = Synced(checkpoint, free_cache_engine=True)
-    try:
-        with pytest.raises(WeightBridgeUnavailableError, match="free_cache_engine=False"):
-            synced.update(0, served_model)
-    finally:
-        synced.end()
+    from verl.workers.rollout import get_rollout_class
+
+    _, rollout, model = configured(checkpoint, free_cache_engine=True)
+    with pytest.raises(WeightBridgeUnavailableError, match="free_cache_engine=False"):
+        get_rollout_class("vllm")(config=rollout, model_config=model, device_mesh=None)

@@ -1,6 +1,5 @@
 """verl's processes for a sync of weights on the CPU: all but the trainer's steps is verl's own."""
 
-import asyncio
 import os
 from typing import Any
 
@@ -14,8 +13,6 @@ from verl.utils.import_utils import import_external_libs
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
 from rl_bridge.testing import BridgeOver, FaultInjecting
-
-CONCURRENCY = 16
 
 
 class TrainerRank(Worker):  # type: ignore[misc]  # verl has no types here
@@ -35,17 +32,17 @@ class TrainerRank(Worker):  # type: ignore[misc]  # verl has no types here
         self.fault = ""
         self.given = 0
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]  # as above
     def set_weights(self, weights: dict[str, torch.Tensor], fault: str = "") -> None:
         """What is sent next, and what goes wrong then."""
         self.weights, self.fault, self.given = weights, fault, 0
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]  # as above
     def read_to_end(self) -> bool:
         """Whether each tensor was asked for, as gathers of several ranks need it."""
         return self.given == len(self.weights)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # type: ignore[untyped-decorator]  # as above
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
         """Send, as verl's worker does."""
         del mode
@@ -62,7 +59,7 @@ class TrainerRank(Worker):  # type: ignore[misc]  # verl has no types here
             self.given += 1
             yield name, tensor
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)  # type: ignore[untyped-decorator]  # as above
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the engine, as verl's worker does."""
         return getattr(self.checkpoint_engine, method)(*args, **kwargs)
@@ -74,7 +71,6 @@ class Kept(BaseRollout):  # type: ignore[misc]  # as above
     def __init__(self, config: Any, model_config: Any) -> None:
         super().__init__(config, model_config, device_mesh=None)
         self.loaded: dict[str, torch.Tensor] = {}
-        self.stops_after = 0
         self.replica_rank = 0
 
     async def resume(self, tags: list[str]) -> None:
@@ -95,7 +91,7 @@ class Rollout(CheckpointEngineWorker):  # type: ignore[misc]  # as above
     def __init__(self, rollout_config: Any, model_config: Any) -> None:
         super().__init__(rollout_config, model_config, Kept(rollout_config, model_config))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]  # as above
     def loaded(self) -> dict[str, torch.Tensor]:
         """What it has."""
         return dict(self.server_adapter.loaded)
@@ -141,8 +137,3 @@ def replica(workers: list[Any], config: Any, model_config: Any) -> Replica:
     made = Replica(replica_rank=0, config=config, model_config=model_config)
     made.workers = workers
     return made
-
-
-def run(steps: Any) -> Any:
-    """Run a coroutine of verl's to its end."""
-    return asyncio.run(steps)
