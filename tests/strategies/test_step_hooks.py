@@ -111,7 +111,9 @@ class AsyncSend:
 
 
 @pytest.mark.parametrize(
-    "send", [AsyncSend().__call__, AsyncSend(), partial(AsyncSend().__call__)], ids=str
+    "send",
+    [AsyncSend().__call__, AsyncSend(), partial(AsyncSend().__call__)],
+    ids=["method", "object", "partial"],
 )
 def test_an_async_send_is_refused_at_the_door(loop: Loop, send: Any) -> None:
     with pytest.raises(TypeError, match=r"send= is async def, expected a plain.*asyncio\."):
