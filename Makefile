@@ -66,7 +66,7 @@ TESTS ?= test
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-full test-gpu test-engines test-engines-full test-sglang test-trainers test-frameworks test-machines lint types docs check format coverage mutants bench docs-serve clean
+.PHONY: help setup demo test test-full test-gpu test-engines test-engines-full test-sglang test-trainers test-frameworks test-machines test-contracts lint types docs check format coverage mutants bench docs-serve clean
 
 help: ## Print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -169,6 +169,10 @@ $(STAMP_MACHINES): requirements/machines-cpu.lock.txt pyproject.toml setup.py $(
 
 test-machines: $(STAMP_MACHINES) ## Run the tests with real NIXL and Ray, some in network namespaces, one with S3 (4 to 7 minutes)
 	$(TEST_ENV) $(BIN_MACHINES)/python -m pytest tests/machines -p no:cacheprovider $(ARGS)
+
+# Of wheels that are large only the sources are kept, in build/contracts; nothing is installed.
+test-contracts: $(STAMP) ## Read what we rely on in the oldest, tested and newest vLLM, SGLang, Ray, TRL, NIXL and peft (a minute; ARGS=--newest asks the index)
+	$(BIN)/python -m tests.contracts.check $(ARGS)
 
 lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .

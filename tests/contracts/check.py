@@ -1,9 +1,9 @@
 """Compares `contract.toml` with the wheels of the packages: `make test-contracts`.
 
-The versions are pinned there, and what was read in them is kept in `read.json`, of which the page of
-versions is made. A run reads the wheels again and fails where that differs, where a name is missing
-that should be there, and where a wheel could not be had: what was not read is told as "not tried",
-and is no success.
+The versions are pinned there, and what was read in them is kept in `read.json`, of which the page
+of versions is made. A run reads the wheels again and fails where that differs, where a name is
+missing that should be there, and where a wheel could not be had: what was not read is told as "not
+tried", and is no success.
 
     python -m tests.contracts.check             # compare
     python -m tests.contracts.check --write     # and write what was read
@@ -284,47 +284,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write read.json")
     parser.add_argument("--newest", action="store_true", help="read the index's newest versions")
     options = parser.parse_args(arguments)
-    ours, found, told = own_sources(), {}, []
     packages = contracts()
-    jobs = []
-    for key, package in packages.items():
-        if options.newest:
-            try:
-                wanted = {newest_of(package.wheel)}
-            except NotTried as cause:
-                told.append(f"{package.name}, the newest: not tried: {cause}")
-                continue
-        else:
-            wanted = set(package.versions.values())
-        jobs += [(key, version) for version in sorted(wanted, key=numbers)]
+    found, told = read_all(packages, newest=options.newest)
+    if not told and not options.newest:
+        if options.write:
+            READ.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        elif found != recorded():
+            told.append(
+                "what was read is not what read.json has. Look at the difference, and write it: "
+                "python -m tests.contracts.check --write; python docs/_generate/write.py"
+            )
+    for line in told:
+        sys.stderr.write(f"FAILED {line}\n")
+    return 1 if told else 0
 
-    def of(job: tuple[str, str]) -> Missing | NotTried:
-        package, version = packages[job[0]], job[1]
+
+def read_all(
+    packages: Mapping[str, Package], *, newest: bool = False
+) -> tuple[dict[str, dict[str, Missing]], list[str]]:
+    """Read the versions that are named, or the newest of each package in the index.
+
+    Returns:
+        Package -> version -> `Missing`; and what is not as it should be, a line for each.
+
+    """
+    found: dict[str, dict[str, Missing]] = {}
+    told: list[str] = []
+    ours = own_sources()
+    wanted: list[tuple[str, str]] = []  # package, version; of none, the newest
+    for key, package in packages.items():
+        versions = {""} if newest else set(package.versions.values())
+        wanted += [(key, version) for version in sorted(versions, key=numbers)]
+
+    def of(key: str, version: str) -> tuple[str, Missing | NotTried]:
+        wheel = packages[key].wheel
         try:
-            return read(package, sources_of(package.wheel, version), ours)
+            version = version or newest_of(wheel)
+            return version, read(packages[key], sources_of(wheel, version), ours)
         except NotTried as cause:
-            return cause
+            return version or "(the newest)", cause
 
     with ThreadPoolExecutor(4) as pool:  # the network is waited for, mostly
-        for (key, version), missing in zip(jobs, pool.map(of, jobs), strict=True):
-            name = f"{packages[key].name} {version}"
+        answers = pool.map(of, *zip(*wanted, strict=True))
+        for (key, _), (version, missing) in zip(wanted, answers, strict=True):
+            package = packages[key]
             if isinstance(missing, NotTried):
-                told.append(f"{name}: not tried: {missing}")
+                told.append(f"{package.name} {version}: not tried: {missing}")
                 continue
             found.setdefault(key, {})[version] = missing
-            count = sum(not causes for causes in missing.values())
-            print(f"{name}: {count} of {len(missing)} features")
-            told += complaints(packages[key], version, missing)
-    if options.write and not told and not options.newest:
-        READ.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    elif not options.newest and not told and found != recorded():
-        told.append(
-            "what was read is not what read.json has. Look at the difference, and write it: "
-            "python -m tests.contracts.check --write; python docs/_generate/write.py"
-        )
-    for line in told:
-        print(f"FAILED {line}", file=sys.stderr)
-    return 1 if told else 0
+            there = sum(not causes for causes in missing.values())
+            sys.stdout.write(f"{package.name} {version}: {there} of {len(missing)} features\n")
+            told += complaints(package, version, missing)
+    return found, told
 
 
 if __name__ == "__main__":
