@@ -90,7 +90,7 @@ def lacks(sources: Sources, line: str) -> str:
 def _lacks(sources: Sources, line: str) -> str:
     module, _, wanted = line.partition(":")
     asked = ast.parse(wanted, mode="eval").body
-    if isinstance(asked, ast.Constant):
+    if isinstance(asked, ast.Constant) and isinstance(asked.value, str):
         return "" if sources.says(module, asked.value) else f"{module} does not say {wanted}"
     target = asked.func if isinstance(asked, ast.Call) else asked
     first, *rest = ast.unparse(target).split(".")

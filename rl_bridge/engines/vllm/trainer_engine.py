@@ -180,7 +180,7 @@ def _in_parts(source: Any) -> str:
     """
     if source is None:
         return "no WeightSource"
-    if hasattr(source, "owned_names"):  # since vLLM 0.33
+    if hasattr(source, "implements_iter_full"):  # since vLLM 0.33
         if not source.implements_iter_full():
             return "a source that gives pieces of tensors only"
         owned, total = len(source.owned_names(0)), len(source.metadata)
