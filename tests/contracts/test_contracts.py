@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from rl_bridge.engines import sglang, vllm
 from tests.contracts import check
@@ -139,6 +140,15 @@ def test_the_floor_of_an_extra_is_the_oldest_version_that_is_read(key: str) -> N
     floors = [found[1] for one in asked if (found := re.match(rf"{package.wheel}>=([\d.]+)", one))]
     oldest = re.sub(r"\.0$", "", package.versions["oldest"])
     assert [re.sub(r"\.0$", "", floor) for floor in floors] == [oldest]
+
+
+@pytest.mark.parametrize("key", [key for key, one in CONTRACTS.items() if one.extra])
+def test_an_extra_takes_each_version_that_is_read(key: str) -> None:
+    package = CONTRACTS[key]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    asked = map(Requirement, project["optional-dependencies"][package.extra])
+    (bounds,) = [one.specifier for one in asked if one.name == package.wheel]
+    assert all(version in bounds for version in package.versions.values())
 
 
 def test_the_oldest_engines_are_those_that_the_code_names() -> None:
