@@ -66,7 +66,7 @@ TESTS ?= test
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo wheels test test-full test-gpu test-engines test-engines-full test-sglang test-trainers test-frameworks test-machines lint types docs check format coverage mutants bench docs-serve clean
+.PHONY: help setup demo wheels test test-full test-gpu test-engines test-engines-full test-sglang test-trainers test-frameworks test-machines test-contracts lint types docs check format coverage mutants bench docs-serve clean
 
 help: ## Print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -180,6 +180,10 @@ wheels: $(STAMP) ## Build the source distribution and manylinux wheels into dist
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheels/*.whl
 	$(BIN)/python -m twine check --strict dist/*
 	WHEELS="$(CURDIR)/dist" PYTHONS="$(PYTHONS)" TORCH="$(TORCH)" $(BIN)/python -m pytest -n 0 -p no:cacheprovider tests/wheels $(ARGS)
+
+# Of wheels that are large only the sources are kept, in build/contracts; nothing is installed.
+test-contracts: $(STAMP) ## Read what we rely on in the oldest, tested and newest vLLM, SGLang, Ray, TRL, NIXL and peft (a minute; ARGS=--newest asks the index)
+	$(BIN)/python -m tests.contracts.check $(ARGS)
 
 lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ tests of the documentation compare what is there with what this script would wri
 import ast
 import re
 import runpy
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -83,6 +84,13 @@ def _public_names() -> str:
     return "\n".join(lines)
 
 
+def _versions() -> str:
+    """What was read in other packages; who reads it lies beside the tests."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    return str(import_module("tests.contracts.check").tables())
+
+
 def _tests_of(file: Path) -> str:
     tests, on_engines = [], []
     for node in ast.parse(file.read_text("utf-8")).body:
@@ -123,6 +131,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "consumer-moves": lambda: _moves(Role.CONSUMER),
     "command-line": _command_line,
     "public-names": _public_names,
+    "versions": _versions,
     **{f"tests-of-{_guarantee(file)}": partial(_tests_of, file) for file in GUARANTEES},
 }
 

@@ -222,3 +222,54 @@ def test_a_source_of_parts_is_refused_by_what_to_use_instead() -> None:
     for source in (None, Part(torch.nn.Linear(2, 2))):
         with pytest.raises(ValueError, match="GroupPublisher"):
             WeightTransferTrainerFactory.trainer_init(info, client=OwnClient([]), source=source)
+
+
+class OwnedSource:
+    """A source as vLLM has it since 0.33: no iterator, and it says which rank owns what."""
+
+    def __init__(
+        self, pairs: Sequence[tuple[str, torch.Tensor]], owners: set[int], *, whole: bool = True
+    ) -> None:
+        self.metadata = [name for name, _ in pairs]
+        self.pairs, self.owners, self.whole, self.read = pairs, owners, whole, 0
+
+    def owned_names(self, rank: int) -> list[str]:
+        return self.metadata if rank in self.owners else self.metadata[:1]
+
+    def implements_iter_full(self) -> bool:
+        return self.whole
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in self.pairs:
+            self.read += 1
+            yield pair
+
+
+def test_a_source_that_says_who_owns_what_is_read_by_its_own_iterator(
+    weights: list[dict[str, torch.Tensor]],
+) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    pairs, silent = list(weights[0].items()), object()
+    source = OwnedSource(pairs, {0})
+    engine = WeightTransferTrainerFactory.trainer_init(
+        RLBridgeTrainerInitInfo(rank=1), client=silent, source=source
+    )
+    engine.send_weights()
+    assert (engine.rank, source.read) == (1, len(pairs))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("owners", "whole", "said"), [({1}, True, "rank 0 owns 1 of 2"), ({0, 1}, False, "pieces")]
+)
+def test_all_ranks_refuse_a_source_that_rank_0_cannot_publish(
+    rank: int, owners: set[int], whole: bool, said: str
+) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    pairs = [("one", torch.zeros(1)), ("two", torch.zeros(1))]
+    source = OwnedSource(pairs, owners, whole=whole)
+    info = RLBridgeTrainerInitInfo(rank=rank)
+    with pytest.raises(ValueError, match=f"{said}.*GroupPublisher"):
+        WeightTransferTrainerFactory.trainer_init(info, client=OwnClient([]), source=source)

@@ -8,6 +8,7 @@ import torch
 
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.skeleton import Target, User
+from rl_bridge.engines.vllm.compat import is_deferred_attention
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
 from rl_bridge.errors import IncompatibleUpdate
 
@@ -45,3 +46,15 @@ def test_a_layer_that_got_nothing_is_told_from_one_that_is_loaded_past_the_reloa
     adapter._plan = LoadPlan(targets, {0: []} if is_written else {})
     with pytest.raises(IncompatibleUpdate, match=rf"\['inner'\].*{said}"):
         adapter._check_loaded(reload)
+
+
+def test_attention_is_found_in_a_vllm_that_has_no_question_for_it() -> None:
+    class Attention(torch.nn.Module): ...
+
+    class MLAAttention(torch.nn.Module): ...
+
+    old = SimpleNamespace(Attention=Attention, MLAAttention=MLAAttention)
+    new = SimpleNamespace(is_deferred_attention_layer=lambda one: isinstance(one, Attention))
+    layers = (Attention(), MLAAttention(), torch.nn.Linear(1, 1))
+    assert [is_deferred_attention(old, one) for one in layers] == [True, True, False]
+    assert [is_deferred_attention(new, one) for one in layers] == [True, False, False]

@@ -95,6 +95,14 @@ def recorded_buffers(layer: torch.nn.Module) -> Container[str]:
     return {*reload.get_layerwise_info(layer).restore_metadata[1], *meta.SKIP_TENSORS}
 
 
+def is_deferred_attention(reload: Any, layer: torch.nn.Module) -> bool:
+    """Whether it is attention, which vLLM's `reload` processes last, whatever was loaded of it."""
+    ask = getattr(reload, "is_deferred_attention_layer", None)
+    if ask is None:  # vLLM 0.27, which knows two kinds
+        return isinstance(layer, (reload.Attention, reload.MLAAttention))
+    return bool(ask(layer))
+
+
 def is_latent(layer: torch.nn.Module) -> bool:
     """Whether a layer is multi-head latent attention, with tensors derived from a projection."""
     return type(layer).__name__.startswith("MLAAttention")

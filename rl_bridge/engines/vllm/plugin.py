@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from rl_bridge.engines.vllm import require
+from rl_bridge.engines.vllm import MINIMUM, require
 from rl_bridge.errors import WeightBridgeUnavailableError
 
 _LOG = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ class RLBridgeTrainerInitInfo:
         """
         if not _register_trainer(require("vllm.distributed.weight_transfer.factory")):
             msg = (
-                "this vLLM has no WeightTransferTrainerFactory, expected 0.28 or later. Publish "
-                "over a bridge, and pass the manifest to vLLM's update_weights yourself."
+                f"this vLLM has no WeightTransferTrainerFactory, expected {MINIMUM} or later. "
+                "Publish over a bridge, and pass the manifest to vLLM's update_weights yourself."
             )
             raise WeightBridgeUnavailableError(msg)
 

@@ -22,7 +22,7 @@ from rl_bridge.engines.model_installer import ModelInstaller, Tensors
 from rl_bridge.engines.skeleton import Target
 from rl_bridge.engines.staging import BESIDE, Need, check_budget
 from rl_bridge.engines.vllm import require
-from rl_bridge.engines.vllm.compat import VLLMCompat, refuse_unreached
+from rl_bridge.engines.vllm.compat import VLLMCompat, is_deferred_attention, refuse_unreached
 from rl_bridge.engines.vllm.reload_proof import make_ready, prove_reload
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof
@@ -431,7 +431,7 @@ class VLLMReloadAdapter(ModelInstaller):
         reload: Any = require("vllm.model_executor.model_loader.reload.layerwise")
         meta: Any = require("vllm.model_executor.model_loader.reload.meta")
         return all(
-            reload.is_deferred_attention_layer(user.module)
+            is_deferred_attention(reload, user.module)
             or (
                 user.leaf not in self._compat.checkpoint_tensors(user.module)
                 and user.leaf not in meta.SKIP_TENSORS
@@ -446,7 +446,7 @@ class VLLMReloadAdapter(ModelInstaller):
         for name, layer in self._model.named_modules():
             info = reload.get_layerwise_info(layer)
             weights = [meta for meta in info.restore_metadata[0].values() if meta.numel()]
-            if not weights or reload.is_deferred_attention_layer(layer):
+            if not weights or is_deferred_attention(reload, layer):
                 continue
             held = [] if info.kernel_tensors is None else list(info.kernel_tensors[0].values())
             if not info.can_load() or info.load_numel > 0:

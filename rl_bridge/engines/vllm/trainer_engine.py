@@ -38,9 +38,12 @@ class RLBridgeTrainerTransferEngine(
 
     init_info_cls = RLBridgeTrainerInitInfo
 
-    def __init__(self, *, client: Any, source: Any, bridge: TensorBridge | None) -> None:
+    def __init__(
+        self, *, client: Any, source: Any, bridge: TensorBridge | None, rank: int = 0
+    ) -> None:
         """Use what `trainer_init` made; without a bridge this rank only takes part in gathers."""
         super().__init__(client=client, source=source, is_sender=bridge is not None)
+        self.rank = rank
         self.bridge = bridge
         self.manifest: WeightUpdateManifest | None = None
 
@@ -56,23 +59,21 @@ class RLBridgeTrainerTransferEngine(
             source: vLLM's ``WeightSource``, whole tensors under the checkpoint's names.
 
         Raises:
-            ValueError: no source, or one of which this rank holds a part only.
+            ValueError: no source, or one of which a rank holds a part only.
             WeightBridgeUnavailableError: no such transport.
             TypeError: no such option of the transport.
             Exception: the client's own; the bridge is closed again.
 
         """
-        held = None if source is None else getattr(source, "held_names", lambda: None)()
-        if source is None or held is not None:
-            what = "no WeightSource" if held is None else f"a source that holds {len(held)} names"
+        if what := _in_parts(source):
             msg = (
-                f"trainer_init got {what}, expected one that gives every tensor whole on each "
-                "rank, such as ModuleSource(model). Shards are published by "
+                f"trainer_init got {what}, expected one that gives rank 0 every tensor whole, such "
+                "as ModuleSource(model). Shards are published by "
                 "rl_bridge.groups.GroupPublisher."
             )
             raise ValueError(msg)
         if not init_info.is_sender:
-            return cls(client=client, source=source, bridge=None)
+            return cls(client=client, source=source, bridge=None, rank=init_info.rank)
         options = dict(init_info.bridge_options)
         options.setdefault("source_worker", "trainer")
         bridge = make_weight_bridge(init_info.transport, **options)
@@ -81,7 +82,7 @@ class RLBridgeTrainerTransferEngine(
         except BaseException:
             bridge.close()
             raise
-        return cls(client=client, source=source, bridge=bridge)
+        return cls(client=client, source=source, bridge=bridge, rank=init_info.rank)
 
     def send_weights(self) -> None:
         """Send the source's tensors as the next version; called on each rank, raises on rank 0.
@@ -97,7 +98,7 @@ class RLBridgeTrainerTransferEngine(
             Exception: the source's own.
 
         """
-        pairs = iter(self.source)
+        pairs = _whole(self.source)
         if self.bridge is None:
             _exhaust(pairs)
             return
@@ -170,6 +171,28 @@ def _told_by(error: Exception) -> str:
     """What an engine said: an error of HTTP has it in the response, and not in its own text."""
     text = getattr(getattr(error, "response", None), "text", "")
     return f"{describe(error)}: {text.strip()}" if text else describe(error)
+
+
+def _in_parts(source: Any) -> str:
+    """What is wrong with a source that does not give rank 0 every tensor whole; empty if it does.
+
+    The same on all ranks: they refuse it together, and none waits for another in a gather.
+    """
+    if source is None:
+        return "no WeightSource"
+    if hasattr(source, "implements_iter_full"):  # since vLLM 0.33
+        if not source.implements_iter_full():
+            return "a source that gives pieces of tensors only"
+        owned, total = len(source.owned_names(0)), len(source.metadata)
+        return "" if owned == total else f"a source of which rank 0 owns {owned} of {total} names"
+    held = getattr(source, "held_names", lambda: None)()
+    return "" if held is None else f"a source that holds {len(held)} names"
+
+
+def _whole(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """One pass over a source's whole tensors; before vLLM 0.33 it is iterated itself."""
+    give = getattr(source, "iter_full", None)
+    return iter(source) if give is None else iter(give())
 
 
 def _exhaust(pairs: Iterator[Any]) -> None:
