@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from rl_bridge.lifecycle import STATUS, TABLE, Role, mermaid
+from rl_bridge.lifecycle import STATUS, TABLE, Role
 
 __all__ = ["PARTS", "fill", "main", "pictures"]
 
@@ -23,10 +23,6 @@ GUARANTEES = sorted((ROOT / "tests" / "guarantees").glob("test_G*.py"))
 _PART = re.compile(
     r"(<!-- begin generated: (?P<name>[a-z-]+) -->\n)(?:(?!<!-- ).*\n)*(<!-- end generated -->)"
 )
-
-
-def _diagram(role: Role) -> str:
-    return f"```mermaid\n{mermaid(role)}```"
 
 
 def _moves(role: Role) -> str:
@@ -117,9 +113,7 @@ def _guarantee(file: Path) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "publisher-diagram": lambda: _diagram(Role.PUBLISHER),
     "publisher-moves": lambda: _moves(Role.PUBLISHER),
-    "consumer-diagram": lambda: _diagram(Role.CONSUMER),
     "consumer-moves": lambda: _moves(Role.CONSUMER),
     "command-line": _command_line,
     "public-names": _public_names,
@@ -133,17 +127,20 @@ def fill(text: str) -> str:
 
 
 def pictures() -> dict[Path, str]:
-    """The pictures of the package's folders: where each lies, and what it is to be."""
-    drawn = runpy.run_path(str(Path(__file__).with_name("folders.py")))
-    home = DOCS / "assets" / "folders"
+    """The pictures of folders and of the lifecycle: where each lies, and what it is to be."""
+    folders, states = (
+        runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))
+        for name in ("folders", "states")
+    )
+    assets = DOCS / "assets"
     return {
-        home / f"{folder.replace('/', '-')}.svg": drawn["draw"](folder)
-        for folder in drawn["FOLDERS"]
-    }
+        assets / "folders" / f"{folder.replace('/', '-')}.svg": folders["draw"](folder)
+        for folder in folders["FOLDERS"]
+    } | {assets / "states" / f"{role}.svg": states["draw"](role) for role in Role}
 
 
 def main() -> None:
-    """Write every page whose generated parts changed, and the pictures of folders."""
+    """Write every page whose generated parts changed, and the pictures."""
     for path, picture in pictures().items():
         path.write_text(picture, "utf-8")
     for path in sorted(DOCS.rglob("*.md")):

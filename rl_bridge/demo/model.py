@@ -92,7 +92,7 @@ class CausalTransformer(Policy):
 
 
 def engine_seed(seed: int) -> int:
-    """The seed of an engine's first weights: not the trainer's, so that none of them may be left."""
+    """The seed of an engine's first weights: other ones than the trainer's, so none may be left."""
     return seed + 1_000_003
 
 
