@@ -198,6 +198,32 @@ def test_every_command_that_the_docs_tell_to_type_exists() -> None:
         assert named <= commands, name_of(page)
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "tutorials").glob("*.md")), ids=name_of)
+def test_a_notebook_has_its_tutorial_and_runs_cell_by_cell(
+    page: Path, tmp_path: Path, runner: ScriptRunner
+) -> None:
+    path = page.with_suffix(".ipynb")
+    text = path.read_text("utf-8")
+    assert text == generator("write")["notebooks"]()[path], "run: python docs/_generate/write.py"
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 3
+    # Cells that an interpreter takes one by one, as a notebook's kernel does.
+    script = tmp_path / "cells.py"
+    script.write_text(
+        f"""
+import json, logging
+from pathlib import Path
+logging.disable()
+names = {{"__name__": "__main__"}}
+for cell in json.loads(Path({str(path)!r}).read_text("utf-8"))["cells"]:
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+""",
+        "utf-8",
+    )
+    runner.run(script, tmp_path)
+
+
 # ---- what is generated --------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The built site: it fetches nothing from elsewhere, its search finds what teaches, its links edit."""
+"""The built site: it fetches nothing from elsewhere, its search finds what teaches."""
 
 import json
 import os

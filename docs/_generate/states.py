@@ -32,27 +32,24 @@ def draw(role: Role) -> str:
             parts += _arrow(next(iter(TABLE[role][state])), top + _BOX_HEIGHT)
         top += _ROW
     height = top - _ROW + _BOX_HEIGHT + 20
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-            f'width="{_WIDTH}" height="{height}" role="img" '
-            f'aria-label="The states of a {role}: {escape(", ".join(path))}." '
-            'font-family="DejaVu Sans, Verdana, Helvetica, Arial, sans-serif" font-size="14">',
-            f'<rect width="{_WIDTH}" height="{height}" rx="14" fill="#ffffff" stroke="#cfd8dc"/>',
-            *parts,
-            "</svg>\n",
-        ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'width="{_WIDTH}" height="{height}" role="img" '
+        f'aria-label="The states of a {role}: {escape(", ".join(path))}." '
+        'font-family="DejaVu Sans, Verdana, Helvetica, Arial, sans-serif" font-size="14">'
     )
+    paper = f'<rect width="{_WIDTH}" height="{height}" rx="14" fill="#ffffff" stroke="#cfd8dc"/>'
+    return "\n".join([head, paper, *parts, "</svg>\n"])
 
 
 def _box(state: State, moves: list[str], top: int) -> list[str]:
+    centre, base, beside = _LEFT + _BOX_WIDTH // 2, top + 21, _LEFT + _BOX_WIDTH + 20
+    name = f'text-anchor="middle" font-weight="bold" fill="#1a237e">{escape(state)}'
+    size = f'width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="6"'
     return [
-        f'<rect x="{_LEFT}" y="{top}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="6" '
-        'fill="#e8eaf6" stroke="#1a237e"/>',
-        f'<text x="{_LEFT + _BOX_WIDTH // 2}" y="{top + 21}" text-anchor="middle" '
-        f'font-weight="bold" fill="#1a237e">{escape(state)}</text>',
-        f'<text x="{_LEFT + _BOX_WIDTH + 20}" y="{top + 21}" fill="#546e7a">'
-        f"{escape('   ·   '.join(moves))}</text>",
+        f'<rect x="{_LEFT}" y="{top}" {size} fill="#e8eaf6" stroke="#1a237e"/>',
+        f'<text x="{centre}" y="{base}" {name}</text>',
+        f'<text x="{beside}" y="{base}" fill="#546e7a">{escape("   ·   ".join(moves))}</text>',
     ]
 
 
