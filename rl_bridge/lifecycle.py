@@ -268,7 +268,7 @@ class Lifecycle:
 
 
 def mermaid(role: Role) -> str:
-    """Mermaid state diagram of one role, one line per move, for the docs (a test compares both)."""
+    """Mermaid state diagram of one role, one line per move, for whoever wants to draw it."""
     lines = ["stateDiagram-v2", f"    [*] --> {INITIAL[role]}"]
     for state, moves in TABLE[role].items():
         lines += [f"    {state} --> {target}: {event}" for event, target in moves.items()]

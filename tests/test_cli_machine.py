@@ -360,6 +360,7 @@ def test_the_demo_runs_as_the_command_line_says(
         "steps": 6,
         "seed": 3,
         "out": tmp_path,
+        "plain": False,
         "url": None,
     }
 

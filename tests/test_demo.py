@@ -55,7 +55,9 @@ TOLERANCE = logprob_tolerance(Engine.MODULE)
 def run(transport: str, out: Path, steps: int = MIN_STEPS) -> tuple[DemoResult, str]:
     screen = io.StringIO()
     console = Console(file=screen, width=120)
-    result = run_demo(transport=transport, steps=steps, seed=1, out=out, console=console)
+    result = run_demo(
+        transport=transport, steps=steps, seed=1, out=out, console=console, plain=True
+    )
     return result, screen.getvalue()
 
 
@@ -96,6 +98,7 @@ def test_the_files_have_what_was_promised(local_run: tuple[DemoResult, str, Path
     assert [fault["kind"] for fault in data["faults"]] == [fault.value for fault in USUAL_FAULTS]
     assert data["seconds"] == result.seconds > 0
     assert not data.keys() & {"engine_name", "events", "lost", "url"}
+    assert [row["step"] for row in data["bare"]] == [row["step"] for row in data["rows"]]
     png = (out / "demo.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) > 20_000
@@ -112,6 +115,30 @@ def test_the_screen_names_steps_faults_and_files(local_run: tuple[DemoResult, st
     for line, row in zip(lines, result.rows, strict=True):
         assert f"version {row.version:>3}" in line
         assert f"update {row.update_ms:.1f} ms" in line
+
+
+def test_without_the_bridge_the_same_faults_pass_unnoticed(
+    local_run: tuple[DemoResult, str, Path],
+) -> None:
+    result, screen, _ = local_run
+    first, planted = result.faults[0].step, {fault.step for fault in result.faults}
+    both = list(zip(result.rows, result.bare, strict=True))
+    # The same run, to the bit, until the first fault.
+    assert [row.reward for row, _ in both[: first - 1]] == [
+        bare.reward for _, bare in both[: first - 1]
+    ]
+    wrong = {bare.step for _, bare in both if bare.logprob_max_abs_diff > 100 * TOLERANCE}
+    assert wrong == planted
+    assert all(bare.logprob_max_abs_diff <= TOLERANCE for _, bare in both if bare.step not in wrong)
+    assert "without the bridge" in screen
+
+
+def test_the_screen_has_no_line_of_a_step_that_nobody_asked_for(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    run_demo(transport="local-clone", steps=MIN_STEPS, out=tmp_path, console=Console(file=screen))
+    lines = screen.getvalue().splitlines()
+    assert not [line for line in lines if line.startswith("step ")]
+    assert [line for line in lines if "REFUSED" in line]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import rl_bridge
 from rl_bridge import errors
 from rl_bridge.cli.program import app
-from rl_bridge.lifecycle import Role, mermaid
+from rl_bridge.lifecycle import TABLE, Role
 from rl_bridge.transports import TRANSPORTS
 from rl_bridge.transports.nixl.agent import Counters
 from rl_bridge.transports.nixl.messages import Entry
@@ -198,6 +198,32 @@ def test_every_command_that_the_docs_tell_to_type_exists() -> None:
         assert named <= commands, name_of(page)
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "tutorials").glob("*.md")), ids=name_of)
+def test_a_notebook_has_its_tutorial_and_runs_cell_by_cell(
+    page: Path, tmp_path: Path, runner: ScriptRunner
+) -> None:
+    path = page.with_suffix(".ipynb")
+    text = path.read_text("utf-8")
+    assert text == generator("write")["notebooks"]()[path], "run: python docs/_generate/write.py"
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 3
+    # Cells that an interpreter takes one by one, as a notebook's kernel does.
+    script = tmp_path / "cells.py"
+    script.write_text(
+        f"""
+import json, logging
+from pathlib import Path
+logging.disable()
+names = {{"__name__": "__main__"}}
+for cell in json.loads(Path({str(path)!r}).read_text("utf-8"))["cells"]:
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+""",
+        "utf-8",
+    )
+    runner.run(script, tmp_path)
+
+
 # ---- what is generated --------------------------------------------------------------------------
 
 
@@ -207,14 +233,15 @@ def test_the_generated_parts_are_up_to_date(page: Path) -> None:
     assert generator("write")["fill"](text) == text, "run: python docs/_generate/write.py"
 
 
-def test_the_pictures_of_folders_are_up_to_date_and_each_is_shown() -> None:
-    page = (DOCS / "explanation" / "architecture.md").read_text("utf-8")
+def test_the_generated_pictures_are_up_to_date_and_each_is_shown() -> None:
+    names = ("architecture", "lifecycle")
+    pages = "".join((DOCS / "explanation" / f"{name}.md").read_text("utf-8") for name in names)
     found = generator("write")["pictures"]()
-    folders = {path for path in (DOCS / "assets" / "folders").iterdir() if path.is_file()}
-    assert set(found) == folders
+    homes = (DOCS / "assets" / "folders", DOCS / "assets" / "states")
+    assert set(found) == {path for home in homes for path in home.iterdir() if path.is_file()}
     for path, picture in found.items():
         assert path.read_text("utf-8") == picture, "run: python docs/_generate/write.py"
-        assert f"](../assets/folders/{path.name})" in page
+        assert f"](../assets/{path.parent.name}/{path.name})" in pages
 
 
 def test_every_folder_of_the_path_has_a_picture_and_its_path_names_files_that_exist() -> None:
@@ -241,9 +268,15 @@ def test_files_that_a_page_of_the_house_names_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_the_lifecycle_page_shows_the_diagram_of_the_table(role: Role) -> None:
-    drawn = [block.text for block in blocks(DOCS / "explanation" / "lifecycle.md")]
-    assert mermaid(role) in drawn
+def test_the_lifecycle_page_shows_every_move_of_the_table(role: Role) -> None:
+    picture = DOCS / "assets" / "states" / f"{role}.svg"
+    page = (DOCS / "explanation" / "lifecycle.md").read_text("utf-8")
+    assert f"](../assets/states/{picture.name})" in page
+    words = " · ".join(ET.parse(picture).getroot().itertext()).split(" · ")
+    words = [word.strip() for word in words]
+    for moves in TABLE[role].values():
+        for place, (event, target) in enumerate(moves.items()):
+            assert f"{event} → {target}" in words or (place == 0 and event in words)
 
 
 def test_figures_come_from_the_raw_file_or_are_missing() -> None:

@@ -5,6 +5,7 @@ tests of the documentation compare what is there with what this script would wri
 """
 
 import ast
+import json
 import re
 import runpy
 import sys
@@ -14,9 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from rl_bridge.lifecycle import STATUS, TABLE, Role, mermaid
+from rl_bridge.lifecycle import STATUS, TABLE, Role
 
-__all__ = ["PARTS", "fill", "main", "pictures"]
+__all__ = ["PARTS", "fill", "main", "notebooks", "pictures"]
 
 DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
@@ -24,10 +25,6 @@ GUARANTEES = sorted((ROOT / "tests" / "guarantees").glob("test_G*.py"))
 _PART = re.compile(
     r"(<!-- begin generated: (?P<name>[a-z-]+) -->\n)(?:(?!<!-- ).*\n)*(<!-- end generated -->)"
 )
-
-
-def _diagram(role: Role) -> str:
-    return f"```mermaid\n{mermaid(role)}```"
 
 
 def _moves(role: Role) -> str:
@@ -124,11 +121,54 @@ def _guarantee(file: Path) -> str:
     return file.stem.split("_", 2)[2].replace("_", "-")
 
 
+# Where rl_bridge plugs in: what somebody has, what is written there, where that ran, its page.
+SEAMS = (
+    (
+        "TRL",
+        "`bridged(GRPOTrainer)`, or `AsyncGRPOTrainer(weight_transfer=BridgeWeightTransfer(url))`",
+        "1.16, CPU",
+        "how-to/use-with-trl.md",
+    ),
+    (
+        "vLLM",
+        '`VLLMEngineAdapter(llm)`, or `--weight-transfer-config \'{"backend": "rl_bridge"}\'`',
+        "0.27.1, 0.30, 0.32, CPU",
+        "how-to/connect-vllm.md",
+    ),
+    ("SGLang", "`SGLangInstallAdapter(engine)`", "0.5.23, CPU", "how-to/connect-sglang.md"),
+    (
+        "Ray",
+        "actors of `rl_bridge.ray`",
+        "CPU",
+        "how-to/connect-ray.md",
+    ),
+    ("SkyRL", "its own names, of `rl_bridge.compat.skyrl`", "-", "how-to/come-from-skyrl.md"),
+    (
+        "prime-rl",
+        "its own names, of `rl_bridge.compat.prime_rl`",
+        "-",
+        "how-to/come-from-prime-rl.md",
+    ),
+    ("Transformers", "`weight_sync_callback`", "CPU", "how-to/hook-a-training-loop.md"),
+    ("FSDP", "`FSDPWeightExtractor(model)`", "CPU", "how-to/connect-fsdp.md"),
+    ("DeepSpeed", "`DeepSpeedWeightExtractor(engine)`", "CPU", "how-to/connect-deepspeed.md"),
+    ("Megatron", "`MegatronWeightExtractor(model)`", "CPU", "how-to/connect-megatron.md"),
+    ("a loop and a module", "`publish`, `update_weights`", "CPU", "tutorials/first-update.md"),
+)
+
+
+def _seams(folder: str) -> str:
+    lines = ["| You have | What you write | Seen running | Page |", "|---|---|---|---|"]
+    for name, change, seen, page in SEAMS:
+        lines.append(f"| {name} | {change} | {seen} | [{Path(page).stem}]({folder}{page}) |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
-    "publisher-diagram": lambda: _diagram(Role.PUBLISHER),
     "publisher-moves": lambda: _moves(Role.PUBLISHER),
-    "consumer-diagram": lambda: _diagram(Role.CONSUMER),
     "consumer-moves": lambda: _moves(Role.CONSUMER),
+    "seams": partial(_seams, ""),
+    "seams-from-outside": partial(_seams, "docs/"),
     "command-line": _command_line,
     "public-names": _public_names,
     "versions": _versions,
@@ -142,25 +182,63 @@ def fill(text: str) -> str:
 
 
 def pictures() -> dict[Path, str]:
-    """The pictures of the package's folders: where each lies, and what it is to be."""
-    drawn = runpy.run_path(str(Path(__file__).with_name("folders.py")))
-    home = DOCS / "assets" / "folders"
+    """The pictures of folders and of the lifecycle: where each lies, and what it is to be."""
+    folders, states = (
+        runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))
+        for name in ("folders", "states")
+    )
+    assets = DOCS / "assets"
     return {
-        home / f"{folder.replace('/', '-')}.svg": drawn["draw"](folder)
-        for folder in drawn["FOLDERS"]
+        assets / "folders" / f"{folder.replace('/', '-')}.svg": folders["draw"](folder)
+        for folder in folders["FOLDERS"]
+    } | {assets / "states" / f"{role}.svg": states["draw"](role) for role in Role}
+
+
+_INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+_BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+def notebook(page: Path) -> str:
+    """A tutorial as a notebook: its Python is cells, all else of it stands between them.
+
+    Files that a page shows (blocks with a title) stay text: they run in processes of their own.
+    """
+    text = _INCLUDE.sub(lambda found: (ROOT / found[1]).read_text("utf-8"), page.read_text("utf-8"))
+    cells: list[dict[str, Any]] = []
+    for place, part in enumerate(_BLOCK.split(text)):
+        is_code, source = place % 2 == 1, part.strip().splitlines(keepends=True)
+        if source:
+            kind = {"cell_type": "code", "execution_count": None, "outputs": []}
+            cell = kind if is_code else {"cell_type": "markdown"}
+            cells.append({"id": str(place), "metadata": {}, "source": source} | cell)
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    whole = {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
     }
+    return json.dumps(whole, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+def notebooks() -> dict[Path, str]:
+    """Each tutorial's notebook: where it lies, and what it is to be."""
+    pages = sorted((DOCS / "tutorials").glob("*.md"))
+    return {page.with_suffix(".ipynb"): notebook(page) for page in pages}
 
 
 def main() -> None:
-    """Write every page whose generated parts changed, and the pictures of folders."""
+    """Write every page whose generated parts changed, and the pictures."""
     for path, picture in pictures().items():
         path.write_text(picture, "utf-8")
-    for path in sorted(DOCS.rglob("*.md")):
+    for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
         text = path.read_text("utf-8")
         filled = fill(text)
         if filled != text:
             path.write_text(filled, "utf-8")
-            print(path.relative_to(DOCS))
+            print(path.relative_to(ROOT))
+    for path, text in notebooks().items():
+        path.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

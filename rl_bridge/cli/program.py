@@ -64,13 +64,16 @@ def demo(
     out: Annotated[
         Path, typer.Option(file_okay=False, help="Where demo.json and demo.png go.")
     ] = Path("demo-out"),
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Print a line for each step, and no progress bar.")
+    ] = False,
 ) -> None:
     """Train a small policy over the bridge, while faults are planted.
 
     A trainer and a rollout process learn to sort digits by reinforcement, in about a minute. Each
     step checks that the rollout samples with exactly the version that it reports. In the middle one
     update is corrupted, one is stale and one install fails half-way: each is refused or undone, and
-    training goes on.
+    training goes on. Then the same run without the bridge shows what they do there.
 
     Over files, trainer and engines share nothing but the url of a store. The trainer is killed in
     the middle of a publication, a second engine joins while no trainer lives, and a new trainer
@@ -84,6 +87,7 @@ def demo(
         steps=steps,
         seed=seed,
         out=out,
+        plain=plain,
         console=screen(),
     )
 

@@ -91,6 +91,11 @@ class CausalTransformer(Policy):
         return logits
 
 
+def engine_seed(seed: int) -> int:
+    """The seed of an engine's first weights: other ones than the trainer's, so none may be left."""
+    return seed + 1_000_003
+
+
 def build_model(task: SortTask, seed: int, **sizes: int) -> CausalTransformer:
     """Make a model from a seed and leave the global random state as it was."""
     with torch.random.fork_rng(devices=[]):

@@ -7,14 +7,15 @@ differs in shape or is labelled where it stands.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_bridge.demo.report import DemoResult, phases
+from rl_bridge.demo.report import LOGPROB_VISIBLE, DemoResult, phases
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK, _MUTED, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
 _BLUE, _SKY = "#0072b2", "#56b4e9"
-_OUTCOMES = {"refused": ("#d55e00", "X"), "undone": ("#a3528a", "D"), "lost": (_INK, "s")}
+_RED = "#d55e00"
+_OUTCOMES = {"refused": ("#00734f", "X"), "undone": ("#00734f", "D"), "lost": (_INK, "s")}
 _PHASES = {
     "copy, digest": _BLUE,
     "write, sync": "#a3528a",
@@ -25,7 +26,7 @@ _PHASES = {
     "install": "#e69f00",
     "prove": "#009e73",
     "acknowledge": "#7a7a7a",
-    "refuse, undo": "#d55e00",
+    "refuse, undo": _RED,
 }
 _PROCESSES = {1: "one process", 2: "two processes", 4: "four processes"}
 _STYLE: Any = {
@@ -59,7 +60,7 @@ def draw_picture(result: DemoResult, path: Path) -> None:
         FigureCanvasAgg(figure)
         heights = {"height_ratios": [3.0, *lanes, 1.0, 1.5, 2.0], "hspace": 0.16}
         rewards, *below = figure.subplots(4 + len(lanes), 1, sharex=True, gridspec_kw=heights)
-        figure.subplots_adjust(left=0.085, right=0.825, top=0.895, bottom=0.06)
+        figure.subplots_adjust(left=0.085, right=0.825, top=0.885, bottom=0.06)
         trained = "LoRA learns to sort while it travels"
         if not result.lora:
             trained = "policy learns to sort while its weights travel"
@@ -73,6 +74,13 @@ def draw_picture(result: DemoResult, path: Path) -> None:
             f"updates refused, {found['undone']} undone{_lost(found['lost'])}",
             color=_MUTED,
         )
+        wrong = sum(row.logprob_max_abs_diff > LOGPROB_VISIBLE for row in result.bare)
+        if result.bare:
+            said = (
+                f"the same faults without the bridge: {wrong} batches sampled with other weights "
+                "than the trainer believes"
+            )
+            figure.text(0.085, 0.909, said, color=_RED)
         _draw_reward(rewards, result)
         if lanes:
             _draw_processes(below.pop(0), result)
@@ -102,15 +110,15 @@ def _label(axes: "Axes", text: str, at: tuple[float, float], colour: str, **styl
 
 def _draw_reward(axes: "Axes", result: DemoResult) -> None:
     steps = [row.step for row in result.rows]
-    reward, exact = [row.reward for row in result.rows], [row.exact for row in result.rows]
-    # The curves may end close to each other or on the axis: labels keep their distance.
-    lower = max(min(exact[-1], reward[-1] - 0.08), 0.04)
-    for label, values, colour, width, height in (
-        ("reward", reward, _BLUE, 2.6, max(reward[-1], lower + 0.08)),
-        ("fully sorted", exact, _SKY, 1.6, lower),
-    ):
-        axes.plot(steps, values, color=colour, linewidth=width)
-        _label(axes, f"{label} {values[-1]:.2f}", (steps[-1], height), colour, weight="bold")
+    reward, bare = [row.reward for row in result.rows], [row.reward for row in result.bare]
+    if bare:
+        # The curves may end close to each other or on the axis: labels keep their distance.
+        axes.plot(steps, bare, color=_RED, linewidth=1.8)
+        height = max(min(bare[-1], reward[-1] - 0.1), 0.04)
+        text = f"without the bridge\n{bare[-1]:.2f}"
+        _label(axes, text, (steps[-1], height), _RED, weight="bold")
+    axes.plot(steps, reward, color=_BLUE, linewidth=2.6)
+    _label(axes, f"reward {reward[-1]:.2f}", (steps[-1], reward[-1]), _BLUE, weight="bold")
     axes.plot(steps[0], reward[0], marker="o", color=_BLUE)
     _label(axes, f"{reward[0]:.2f} untrained", (steps[0], reward[0] - 0.04), _BLUE)
     axes.set_ylim(0.0, 1.04)
@@ -182,7 +190,10 @@ def _draw_agreement(axes: "Axes", result: DemoResult) -> None:
         for row in result.rows
         if row.logprob_max_abs_diff_older is not None
     ]
+    wrong = [row for row in result.bare if row.logprob_max_abs_diff > LOGPROB_VISIBLE]
     axes.scatter(steps, reported, s=12, color=_BLUE)
+    for row in wrong:
+        axes.plot(row.step, row.logprob_max_abs_diff, marker="o", markersize=9, color=_RED)
     numbers, differences = zip(*older, strict=True)
     axes.scatter(numbers, differences, s=14, color=_MUTED, marker="x", linewidths=1.0)
     axes.set_yscale("log")
@@ -207,7 +218,7 @@ def _draw_cost(axes: "Axes", result: DemoResult) -> None:
     boxed: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.85}
     cut = {"textcoords": "offset points", "va": "top", "fontsize": 8, "bbox": boxed}
     for step, total in zip(steps, base, strict=True):
-        if total > ceiling:
+        if total > ceiling and step < 0.95 * len(steps):  # no label over the legend
             text = f"{total:.0f} ms"
             axes.annotate(text, (step, ceiling), xytext=(5, -3), color=_MUTED, **cut)
     axes.set_ylabel("ms per update")

@@ -14,6 +14,9 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 
+EXPONENT_BYTE = 3
+"""Of a float32, in memory: where a flipped byte does most harm."""
+
 
 class Published(NamedTuple):
     """A version that was published, and what each phase of that took."""
@@ -80,8 +83,9 @@ class OneRank(TrainerRanks):
     def damage(self, manifest: WeightUpdateManifest) -> None:
         """See `TrainerRanks`."""
         table = manifest.table
-        largest = max(range(len(table.nbytes)), key=table.nbytes.__getitem__)
-        self._transport.corrupt(manifest, table.offsets[largest] + table.nbytes[largest] // 2)
+        largest = max(range(len(table.nbytes)), key=lambda at: (table.nbytes[at], table.names[at]))
+        middle = table.offsets[largest] + table.nbytes[largest] // 2
+        self._transport.corrupt(manifest, middle + EXPONENT_BYTE)
 
     def release(self, manifest: WeightUpdateManifest) -> None:
         """See `TrainerRanks`."""

@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+LOGPROB_VISIBLE = 1e-3
+"""Rounding alone moves no log-probability as far."""
+
 Update = Literal["installed", "refused", "undone", "lost"]
 EventKind = Literal["killed", "joined", "resumed"]
 
@@ -47,7 +50,7 @@ class FaultRow:
     """One planted fault and what became of it."""
 
     step: int
-    """The step before whose own update it was planted."""
+    """The step in which it was planted."""
     kind: str
     outcome: Update
     version: int
@@ -59,6 +62,18 @@ class FaultRow:
     message: str
     logprob_max_abs_diff: float
     """Measured after the fault, under `active_version`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BareRow:
+    """One step of the same run without the bridge: weights are copied, and nobody checks them."""
+
+    step: int
+    version: int
+    """What the trainer believes that the engine holds."""
+    reward: float
+    logprob_max_abs_diff: float
+    """Engine against trainer, under the version that the trainer believes in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +113,8 @@ class DemoResult:
     """Whether the versions are those of an adapter."""
     url: str = ""
     """Of the store, where versions travel in files."""
+    bare: tuple[BareRow, ...] = ()
+    """The same run without the bridge: same seeds, same faults; where the engine is the module."""
     events: tuple[EventRow, ...] = ()
     """Processes that were killed, joined or resumed; where versions travel in files."""
 
@@ -128,6 +145,8 @@ def write_json(result: DemoResult, path: Path) -> None:
     values = asdict(result) | result.summary
     if not result.engine_name:
         del values["engine_name"], values["labels_checked"]
+    if not result.bare:
+        del values["bare"]
     if not result.url:
         del values["url"], values["events"], values["lost"]
     text = json.dumps(values, sort_keys=True, indent=2, allow_nan=False)
@@ -240,6 +259,13 @@ def print_report(result: DemoResult, console: Console) -> None:
         f"agree within {found['logprob_max_abs_diff']:.1e} at every step; one version older would "
         f"differ by {found['logprob_min_diff_if_stale']:.2f} or more",
     )
+    if result.bare:
+        off = [row.logprob_max_abs_diff for row in result.bare]
+        table.add_row(
+            "without the bridge",
+            f"the same faults: {sum(one > LOGPROB_VISIBLE for one in off)} batches come from other "
+            f"weights than the trainer believes, log-probs off by up to {max(off):.1f}",
+        )
     if result.engine_name:
         labels = f"{result.labels_checked:,} outputs, each with the label of the version asked for"
         # An old vLLM labels nothing; then nothing is claimed.

@@ -19,7 +19,7 @@ import torch
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.demo.learning import SampleBatch, SortTask
 from rl_bridge.demo.lora import ADAPTER
-from rl_bridge.demo.model import ModuleSampler, Sampler
+from rl_bridge.demo.model import ModuleSampler, Sampler, engine_seed
 from rl_bridge.demo.sglang_engine import SGLangSampler
 from rl_bridge.demo.vllm_engine import VLLMLoRASampler, VLLMSampler, VLLMServerSampler
 from rl_bridge.errors import (
@@ -101,9 +101,8 @@ class RolloutWorker:
 
     def __init__(self, config: RolloutConfig) -> None:
         """Start the engine."""
-        # Its first weights are not the trainer's: none of them may be left. An adapter has none,
-        # and is trained over the base that the engine serves.
-        model_seed = config.seed + (0 if config.lora else 1_000_003)
+        # (An adapter is trained over the base that the engine serves.)
+        model_seed = config.seed if config.lora else engine_seed(config.seed)
         kind = VLLMLoRASampler if config.lora else _SAMPLERS[config.engine]
         self.sampler = kind(config.task, model_seed=model_seed, seed=config.seed)
         self._engine = self._updated(config)

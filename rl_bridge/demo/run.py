@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from rl_bridge.demo.picture import draw_picture
 from rl_bridge.demo.report import (
+    BareRow,
     DemoResult,
     EventRow,
     print_event,
@@ -23,7 +24,7 @@ from rl_bridge.demo.report import (
 )
 from rl_bridge.demo.rollout import Engine, Rollout, RolloutConfig
 from rl_bridge.demo.stored import FAULTS, StoreRollout, StoreTrainer
-from rl_bridge.demo.trainer import USUAL_FAULTS, Trainer, plan_faults
+from rl_bridge.demo.trainer import USUAL_FAULTS, BareTrainer, Trainer, plan_faults
 from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.transports.registry import canonical_name, transport_class
 
@@ -54,13 +55,15 @@ def run_demo(
     steps: int = DEFAULT_STEPS,
     seed: int = 0,
     out: Path = Path("demo-out"),
+    plain: bool = False,
     console: Console | None = None,
 ) -> DemoResult:
     """Train a small policy over the bridge, plant faults, and write down what happened.
 
     The trainer runs here; the rollout runs in a process of its own if the transport crosses
     processes. Each step insists that the rollout's log-probabilities are those of the version that
-    it reports. Two updates are refused and one is undone on purpose.
+    it reports. Two updates are refused and one is undone on purpose. With a module, the same run
+    without the bridge follows: weights are copied, the same faults are planted, nobody checks.
 
     Over ``files`` the trainer is a process of its own as well. It is killed in the middle of a
     publication, an engine joins while no trainer lives, and a new trainer goes on from the newest
@@ -81,7 +84,8 @@ def run_demo(
         seed: of the weights and of the samples; the same seed gives the same rewards, with SGLang
             and with a server only about the same.
         out: where `demo.json` and `demo.png` go; made if it is not there.
-        console: where progress goes; a terminal gets a bar, anything else plain lines.
+        plain: print a line for each step, and no bar.
+        console: where progress goes; a bar is for terminals only.
 
     Returns:
         Everything that `demo.json` holds.
@@ -121,8 +125,8 @@ def run_demo(
             f"weights come over {config.transport}{f', in {config.url}' if is_stored else ''}",
         )
         columns = TextColumn("{task.description}"), BarColumn()
-        on_terminal = console.is_terminal
-        bar = Progress(*columns, console=console, transient=True, disable=not on_terminal)
+        disabled = plain or not console.is_terminal
+        bar = Progress(*columns, console=console, transient=True, disable=disabled)
         task = bar.add_task("starting", total=steps)
         stack.enter_context(bar)
         for number in range(1, steps + 1):
@@ -135,9 +139,16 @@ def run_demo(
                 events.append(event)
                 print_event(event, console)
             bar.update(task, description=step_line(row, steps), advance=1)
-            if not on_terminal:
+            if plain:
                 _say(console, step_line(row, steps))
         manifest, labels_checked = trainer.held, trainer.labels_checked
+        bare = list[BareRow]()
+        if config.engine is Engine.MODULE and not is_stored:
+            bare_trainer = BareTrainer(config, num_steps=steps)
+            bar.reset(task, description="the same without the bridge")
+            for number in range(1, steps + 1):
+                bare.append(bare_trainer.step(number, faults.get(number)))
+                bar.advance(task)
     crosses = transport_class(config.transport).crosses_processes
     result = DemoResult(
         transport=config.transport,
@@ -153,6 +164,7 @@ def run_demo(
         labels_checked=labels_checked,
         lora=lora,
         url=config.url,
+        bare=tuple(bare),
         events=tuple(events),
     )
     write_json(result, out / "demo.json")

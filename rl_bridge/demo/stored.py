@@ -344,7 +344,7 @@ class StoreTrainer(Trainer):
         with ThreadPoolExecutor(len(self._engines)) as pool:
             return list(pool.map(ask, self._engines))
 
-    def _plant(self, number: int, fault: Fault) -> tuple[FaultRow, HandOver | None]:
+    def _plant(self, number: int, fault: Fault) -> tuple[FaultRow, HandOver]:
         """Plant a fault; `Fault.KILLED` costs the step its own update, as a lost one does."""
         if fault is not Fault.KILLED:
             return super()._plant(number, fault)

@@ -14,12 +14,12 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from rl_bridge.demo.learning import LearnerConfig, Policy, SampleBatch, log_probs
+from rl_bridge.demo.learning import Learner, LearnerConfig, Policy, SampleBatch, log_probs
 from rl_bridge.demo.lora import ADAPTER, LoRARanks, build_adapted
-from rl_bridge.demo.model import build_model
+from rl_bridge.demo.model import ModuleSampler, build_model, engine_seed
 from rl_bridge.demo.qwen import LEARNER, build_qwen
-from rl_bridge.demo.ranks import OneRank, Published, TrainerRanks
-from rl_bridge.demo.report import EventRow, FaultRow, StepRow, Update
+from rl_bridge.demo.ranks import EXPONENT_BYTE, OneRank, Published, TrainerRanks
+from rl_bridge.demo.report import BareRow, EventRow, FaultRow, StepRow, Update
 from rl_bridge.demo.rollout import Engine, InstallReply, Rollout, RolloutConfig, SampleReply
 from rl_bridge.engines.serving import default_label
 from rl_bridge.errors import WeightBridgeError
@@ -112,7 +112,7 @@ class Fault(StrEnum):
     CORRUPTED = "corrupted"
     """One byte of the published memory is flipped before the rollout looks."""
     STALE = "stale"
-    """The manifest of the version before the active one is sent again."""
+    """Behind the step's own update, the version before it is sent again."""
     HALF_WAY = "half-way install"
     """The engine fails after half of the tensors have been written."""
     KILLED = "killed trainer"
@@ -139,7 +139,7 @@ _HALF_WAY_ELSEWHERE: tuple[Update, str, str] = (
 
 
 def plan_faults(num_steps: int, faults: Sequence[Fault] = USUAL_FAULTS) -> dict[int, Fault]:
-    """Say before which step's own update which fault is planted: the second in the middle."""
+    """Say in which step which fault is planted: the second in the middle."""
     if num_steps < MIN_STEPS:
         raise ValueError(f"{num_steps} steps are too few for the demo, at least {MIN_STEPS}")
     middle, gap = num_steps // 2 + 1, max(1, num_steps // 10)
@@ -225,11 +225,12 @@ class Trainer:
         If the fault costs the step its own update, the rollout samples with the version that it
         has, one behind, and training goes on: the learner's clipped ratio allows for it.
         """
-        fault_row, over = None, None
-        if fault is not None:
-            fault_row, over = self._plant(number, fault)
-        if over is None:
+        fault_row = None
+        if fault is None or fault is Fault.STALE:
             over = self._update()
+        if fault is not None:
+            fault_row, planted = self._plant(number, fault)
+            over = over if fault is Fault.STALE else planted
         sampled, agreement = self.sample(_NUM_GROUPS)
         start = time.perf_counter()
         entropy = self._ranks.learn(sampled.batch)
@@ -271,13 +272,8 @@ class Trainer:
             self._ranks.release(self._held_before)
         return over
 
-    def _plant(self, number: int, fault: Fault) -> tuple[FaultRow, HandOver | None]:
-        """Plant a fault and see that it does no harm.
-
-        Returns:
-            What became of it, and the step's own update if the fault has spoilt that.
-
-        """
+    def _plant(self, number: int, fault: Fault) -> tuple[FaultRow, HandOver]:
+        """Plant a fault and see that it does no harm: what became of it, and how it was sent."""
         before = self.held.weight_version
         start = time.perf_counter()
         if fault is Fault.STALE:
@@ -301,7 +297,7 @@ class Trainer:
             message=over.reply.message,
             logprob_max_abs_diff=agreement.max_abs_diff,
         )
-        return row, None if fault is Fault.STALE else over
+        return row, over
 
     def _publish(self) -> Published:
         self._version += 1
@@ -365,3 +361,54 @@ class Trainer:
 
     def _draw(self, num_groups: int, group_size: int) -> SampleReply:
         return self._rollout.sample(num_groups=num_groups, group_size=group_size)
+
+
+# ---- the same without the bridge ----------------------------------------------------------------
+
+
+class BareTrainer:
+    """The same loop where weights are copied into the engine, as scripts do it: no bridge.
+
+    Seeds, faults and their steps are those of a `Trainer`, so the two agree to the bit until the
+    first fault. Nothing is verified: the trainer believes that what it sent is what samples, and
+    that an install that raised has left the version before.
+    """
+
+    def __init__(self, config: RolloutConfig, *, num_steps: int) -> None:
+        """Start with the weights that a `Trainer` starts with."""
+        self._policy = build_model(config.task, config.seed)
+        self._learner = Learner(self._policy, num_steps=num_steps)
+        self._engine = ModuleSampler(
+            config.task, model_seed=engine_seed(config.seed), seed=config.seed
+        )
+        self._shelf = VersionShelf(self._policy)
+        self._sent: dict[str, Tensor] = {}
+
+    def step(self, number: int, fault: Fault | None) -> BareRow:
+        """Do one step: copy the weights, sample, learn; with a fault planted, if one is given."""
+        before = self._sent
+        self._shelf.keep(number, self._policy.state_dict())
+        self._sent = {name: one.clone() for name, one in self._policy.state_dict().items()}
+        arriving = dict(self._sent)
+        if fault is Fault.CORRUPTED:
+            name = max(arriving, key=lambda one: (arriving[one].nbytes, one))
+            arriving[name] = arriving[name].clone()
+            bits = arriving[name].view(torch.uint8).view(-1)
+            bits[len(bits) // 2 + EXPONENT_BYTE] ^= 255
+        elif fault is Fault.HALF_WAY:
+            arriving = dict(list(arriving.items())[: len(arriving) // 2])
+        elif fault is Fault.STALE:
+            arriving = before
+        self._engine.model.load_state_dict(arriving, strict=False)
+        if fault is not None:  # the batch of a `Trainer`'s check, or the prompts would differ
+            self._engine.sample(num_groups=CHECK_GROUPS, group_size=_GROUP_SIZE)
+        batch = self._engine.sample(num_groups=_NUM_GROUPS, group_size=_GROUP_SIZE)
+        believed = number - (fault is Fault.HALF_WAY)
+        agreement = self._shelf.compare(believed, batch)
+        self._learner.update(batch)
+        return BareRow(
+            step=number,
+            version=believed,
+            reward=batch.mean_reward,
+            logprob_max_abs_diff=agreement.max_abs_diff,
+        )
