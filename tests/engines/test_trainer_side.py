@@ -218,6 +218,9 @@ def test_a_source_of_parts_is_refused_by_what_to_use_instead() -> None:
         def held_names(self) -> set[str]:
             return {"one"}
 
+        def owned_names(self, rank: int) -> list[str]:  # since vLLM 0.33
+            return [] if rank == 0 else ["one"]
+
     info = RLBridgeTrainerInitInfo(rank=0)
     for source in (None, Part(torch.nn.Linear(2, 2))):
         with pytest.raises(ValueError, match="GroupPublisher"):
