@@ -357,7 +357,7 @@ class PackPlan:
             name = self.table.names[self._carried[0][0]]
             msg = (
                 f"tensor {name!r} is on an accelerator, and it is read where it lies, by the CPU. "
-                "Have it copied: without in_place."
+                "Leave in_place out, and it is copied."
             )
             raise WeightBridgeUnavailableError(msg)
         if self._cast:
