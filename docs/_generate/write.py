@@ -130,6 +130,12 @@ SEAMS = (
         "how-to/use-with-trl.md",
     ),
     (
+        "verl",
+        "`checkpoint_engine.backend=rl_bridge`, and two lines beside it",
+        "0.9.1, CPU",
+        "how-to/use-with-verl.md",
+    ),
+    (
         "vLLM",
         '`VLLMEngineAdapter(llm)`, or `--weight-transfer-config \'{"backend": "rl_bridge"}\'`',
         "0.27.1, 0.30, 0.32, CPU",
