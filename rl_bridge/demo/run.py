@@ -16,6 +16,7 @@ from rl_bridge.demo.report import (
     BareRow,
     DemoResult,
     EventRow,
+    Large,
     print_event,
     print_fault,
     print_report,
@@ -30,6 +31,9 @@ from rl_bridge.transports.registry import canonical_name, transport_class
 
 DEFAULT_STEPS = 80
 _TRANSPORTS = ("shared-memory", "local-clone", "files")
+_LARGE = {"width": 512, "num_layers": 7, "num_heads": 8}
+"""Of a model of 22 million parameters: to learn to sort, it would need hours on two cores."""
+_LARGE_STEPS, _LARGE_GROUPS = 6, 1
 _LORA_TRANSPORTS = ("nixl", "shared-memory")
 
 # Engine -> the packages that it needs, the extras that have them.
@@ -63,7 +67,9 @@ def run_demo(
     The trainer runs here; the rollout runs in a process of its own if the transport crosses
     processes. Each step insists that the rollout's log-probabilities are those of the version that
     it reports. Two updates are refused and one is undone on purpose. With a module, the same run
-    without the bridge follows: weights are copied, the same faults are planted, nobody checks.
+    without the bridge follows: weights are copied, the same faults are planted, nobody checks. Over
+    ``shared-memory`` a few updates of a model of 22 million parameters end it: there, the phases
+    of an update are about bytes.
 
     Over ``files`` the trainer is a process of its own as well. It is killed in the middle of a
     publication, an engine joins while no trainer lives, and a new trainer goes on from the newest
@@ -142,14 +148,14 @@ def run_demo(
             if plain:
                 _say(console, step_line(row, steps))
         manifest, labels_checked = trainer.held, trainer.labels_checked
-        bare = list[BareRow]()
+        crosses = transport_class(config.transport).crosses_processes
+        bare, large = list[BareRow](), Large()
         if config.engine is Engine.MODULE and not is_stored:
             bare_trainer = BareTrainer(config, num_steps=steps)
-            bar.reset(task, description="the same without the bridge")
-            for number in range(1, steps + 1):
-                bare.append(bare_trainer.step(number, faults.get(number)))
-                bar.advance(task)
-    crosses = transport_class(config.transport).crosses_processes
+            numbers = bar.track(range(1, steps + 1), description="the same without the bridge")
+            bare = [bare_trainer.step(number, faults.get(number)) for number in numbers]
+            if crosses:
+                large = _run_large(config, bar)
     result = DemoResult(
         transport=config.transport,
         engine=config.engine.value,
@@ -165,6 +171,7 @@ def run_demo(
         lora=lora,
         url=config.url,
         bare=tuple(bare),
+        large=large,
         events=tuple(events),
     )
     write_json(result, out / "demo.json")
@@ -174,6 +181,17 @@ def run_demo(
         _say(console, f"the last versions stay: rl-bridge files ls {config.url}")
     _say(console, f"{out / 'demo.json'} {out / 'demo.png'}")
     return result
+
+
+def _run_large(config: RolloutConfig, bar: Progress) -> Large:
+    """Train a large model for a few steps, too few to learn: its updates are about bytes."""
+    config = replace(config, sizes=_LARGE, num_groups=_LARGE_GROUPS)
+    with ExitStack() as stack:
+        rollout, trainer = _started(config, stack, _LARGE_STEPS)
+        rollout.wait_until_ready()
+        numbers = bar.track(range(1, _LARGE_STEPS + 1), description="updates of a large model")
+        rows = tuple(trainer.step(number, None)[0] for number in numbers)
+        return Large(rows=rows, nbytes=trainer.held.total_nbytes)
 
 
 def _say(console: Console, text: str) -> None:
