@@ -104,7 +104,7 @@ def draw_picture(result: DemoResult, path: Path) -> None:
                 axes.axvline(fault.step - 0.5, color=colour, linewidth=1.0, linestyle=(0, (4, 3)))
         if result.large.rows:
             cost.set_xlabel(
-                f"update of a model of {result.large.nbytes / 1e6:.0f} MB, apart from the run"
+                f"update of a larger model, {result.large.nbytes / 1e6:.0f} MB, apart from the run"
             )
         figure.savefig(path)
 

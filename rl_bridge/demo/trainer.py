@@ -8,8 +8,9 @@ more than rounding, the rollout sampled with other weights than it says, and the
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -379,6 +380,7 @@ class BareTrainer:
     def __init__(self, config: RolloutConfig, *, num_steps: int) -> None:
         """Start with the weights that a `Trainer` starts with."""
         self._num_groups = config.num_groups
+        self._num_steps = num_steps
         self._policy = build_model(config.task, config.seed)
         self._learner = Learner(self._policy, num_steps=num_steps)
         self._engine = ModuleSampler(
@@ -386,6 +388,12 @@ class BareTrainer:
         )
         self._shelf = VersionShelf(self._policy)
         self._sent: dict[str, Tensor] = {}
+
+    def run(self) -> list[dict[str, Any]]:
+        """Do all steps; the rows are JSON values, for whoever has it in a process of its own."""
+        faults = plan_faults(self._num_steps)
+        numbers = range(1, self._num_steps + 1)
+        return [asdict(self.step(number, faults.get(number))) for number in numbers]
 
     def step(self, number: int, fault: Fault | None) -> BareRow:
         """Do one step: copy the weights, sample, learn; with a fault planted, if one is given."""
