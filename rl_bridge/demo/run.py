@@ -69,9 +69,9 @@ def run_demo(
     The trainer runs here; the rollout runs in a process of its own if the transport crosses
     processes. Each step insists that the rollout's log-probabilities are those of the version that
     it reports. Two updates are refused and one is undone on purpose. With a module, the same run
-    without the bridge follows: weights are copied, the same faults are planted, nobody checks. Over
-    ``shared-memory`` a few updates of a model of 22 million parameters end it: there, the phases
-    of an update are about bytes.
+    goes on beside it without the bridge: weights are copied, the same faults are planted, nobody
+    checks. Over ``shared-memory`` a few updates of a model of 22 million parameters end it: there,
+    the phases of an update are about bytes.
 
     Over ``files`` the trainer is a process of its own as well. It is killed in the middle of a
     publication, an engine joins while no trainer lives, and a new trainer goes on from the newest
