@@ -199,7 +199,7 @@ def notebook(page: Path) -> str:
     for place, part in enumerate(_BLOCK.split(text)):
         is_code, source = place % 2 == 1, part.strip().splitlines(keepends=True)
         if source:
-            kind = {"cell_type": "code", "execution_count": None, "outputs": []}
+            kind: dict[str, Any] = {"cell_type": "code", "execution_count": None, "outputs": []}
             cell = kind if is_code else {"cell_type": "markdown"}
             cells.append({"id": str(place), "metadata": {}, "source": source} | cell)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
