@@ -79,6 +79,11 @@ def test_a_run_over_shared_memory_keeps_every_promise_and_earns_the_same(
     assert found["versions_installed"] == MIN_STEPS - 2
     assert found["logprob_max_abs_diff"] <= TOLERANCE
     assert found["logprob_min_diff_if_stale"] > 100 * TOLERANCE
+    # And a large model, in a few updates of its own.
+    assert {row.update for row in result.large.rows} == {"installed"}
+    assert result.large.nbytes > 20_000_000 * 4 > 100 * result.total_nbytes
+    data = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
+    assert len(data["large"]["rows"]) == len(result.large.rows)
     local = local_run[0]
     assert [row.reward for row in result.rows] == [row.reward for row in local.rows]
     assert [row.root for row in result.rows] == [row.root for row in local.rows]
@@ -97,7 +102,7 @@ def test_the_files_have_what_was_promised(local_run: tuple[DemoResult, str, Path
     assert len(data["rows"]) == data["steps"] == MIN_STEPS
     assert [fault["kind"] for fault in data["faults"]] == [fault.value for fault in USUAL_FAULTS]
     assert data["seconds"] == result.seconds > 0
-    assert not data.keys() & {"engine_name", "events", "lost", "url"}
+    assert not data.keys() & {"engine_name", "events", "large", "lost", "url"}
     assert [row["step"] for row in data["bare"]] == [row["step"] for row in data["rows"]]
     png = (out / "demo.png").read_bytes()
     assert png.startswith(b"\x89PNG")

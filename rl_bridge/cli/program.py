@@ -73,7 +73,7 @@ def demo(
     A trainer and a rollout process learn to sort digits by reinforcement, in about a minute. Each
     step checks that the rollout samples with exactly the version that it reports. In the middle one
     update is corrupted, one is stale and one install fails half-way: each is refused or undone, and
-    training goes on. Then the same run without the bridge shows what they do there.
+    training goes on. The same run without the bridge shows what they do there.
 
     Over files, trainer and engines share nothing but the url of a store. The trainer is killed in
     the middle of a publication, a second engine joins while no trainer lives, and a new trainer

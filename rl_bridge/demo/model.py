@@ -154,9 +154,9 @@ class ModuleSampler(Sampler):
 
     name = "torch module"
 
-    def __init__(self, task: SortTask, *, model_seed: int, seed: int) -> None:
+    def __init__(self, task: SortTask, *, model_seed: int, seed: int, **sizes: int) -> None:
         """Build a model with random weights of its own, and draw from a seed."""
-        self.model = build_model(task, seed=model_seed)
+        self.model = build_model(task, seed=model_seed, **sizes)
         adapter = ModuleInstallAdapter(self.model, mode="copy", num_threads=1)
         self._sabotage = Sabotage(adapter, self.model)
         wrapped = self._sabotage.wrapped()

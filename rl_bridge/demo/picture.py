@@ -56,10 +56,14 @@ def draw_picture(result: DemoResult, path: Path) -> None:
         # A figure of its own, without pyplot: no global state, and no display is asked for.
         # (Only where processes come and go is there a panel of them, below the reward.)
         lanes = [1.25] if result.events else []
+        # (The costs of another model have steps of their own, below a gap.)
+        gap = [0.35] if result.large.rows else []
         figure = Figure(figsize=(10.5, 9.4 + len(lanes)), dpi=150)
         FigureCanvasAgg(figure)
-        heights = {"height_ratios": [3.0, *lanes, 1.0, 1.5, 2.0], "hspace": 0.16}
-        rewards, *below = figure.subplots(4 + len(lanes), 1, sharex=True, gridspec_kw=heights)
+        heights = [3.0, *lanes, 1.0, 1.5, *gap, 2.0]
+        grid = figure.add_gridspec(len(heights), 1, height_ratios=heights, hspace=0.16)
+        rewards, *below = (figure.add_subplot(grid[row]) for row in range(3 + len(lanes)))
+        cost = figure.add_subplot(grid[-1])
         figure.subplots_adjust(left=0.085, right=0.825, top=0.885, bottom=0.06)
         trained = "LoRA learns to sort while it travels"
         if not result.lora:
@@ -81,20 +85,27 @@ def draw_picture(result: DemoResult, path: Path) -> None:
                 "than the trainer believes"
             )
             figure.text(0.085, 0.909, said, color=_RED)
+        loop = [rewards, *below] if result.large.rows else [rewards, *below, cost]
+        for axes in loop:
+            axes.set_xlim(0.0, len(result.rows) + 1.0)
+            axes.tick_params(axis="x", labelbottom=axes is loop[-1])
+        loop[-1].set_xlabel("step")
         _draw_reward(rewards, result)
         if lanes:
             _draw_processes(below.pop(0), result)
-        versions, agreement, cost = below
+        versions, agreement = below
         _draw_versions(versions, result)
         _draw_agreement(agreement, result)
         _draw_cost(cost, result)
-        cost.set_xlabel("step")
-        cost.set_xlim(0.0, len(result.rows) + 1.0)
         for axes in (rewards, agreement, cost):
             axes.grid(axis="y")
-            for fault in result.faults:
+            for fault in result.faults if axes in loop else ():
                 colour, _ = _OUTCOMES[fault.outcome]
                 axes.axvline(fault.step - 0.5, color=colour, linewidth=1.0, linestyle=(0, (4, 3)))
+        if result.large.rows:
+            cost.set_xlabel(
+                f"update of a larger model, {result.large.nbytes / 1e6:.0f} MB, apart from the run"
+            )
         figure.savefig(path)
 
 
@@ -199,15 +210,16 @@ def _draw_agreement(axes: "Axes", result: DemoResult) -> None:
     axes.set_yscale("log")
     # Room for the label of two lines beside the lowest point.
     axes.set_ylim(bottom=min((value for value in reported if value > 0), default=1e-7) / 10)
+    axes.set_ylim(top=3 * axes.get_ylim()[1])
     axes.set_ylabel("log-probs differ")
     _label(axes, "if it sampled with\nthe version before", older[-1], _MUTED, fontsize=9)
     _label(axes, "from the version\nthat it reports", (steps[-1], reported[-1]), _BLUE, fontsize=9)
 
 
 def _draw_cost(axes: "Axes", result: DemoResult) -> None:
-    steps = [row.step for row in result.rows]
+    steps = [row.step for row in result.cost_rows]
     base = [0.0] * len(steps)
-    for phase, values in phases(result.rows).items():
+    for phase, values in phases(result.cost_rows).items():
         colour = _PHASES.get(phase, _INK)
         axes.bar(steps, values, bottom=base, width=0.86, color=colour, label=phase)
         base = [low + value for low, value in zip(base, values, strict=True)]

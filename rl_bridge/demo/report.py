@@ -93,6 +93,15 @@ class EventRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Large:
+    """A few steps of a large model, apart from the run: for what its updates take."""
+
+    rows: tuple[StepRow, ...] = ()
+    nbytes: int = 0
+    """Of a version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
     """A whole run."""
 
@@ -115,8 +124,15 @@ class DemoResult:
     """Of the store, where versions travel in files."""
     bare: tuple[BareRow, ...] = ()
     """The same run without the bridge: same seeds, same faults; where the engine is the module."""
+    large: Large = Large()
+    """Of another model, over shared memory."""
     events: tuple[EventRow, ...] = ()
     """Processes that were killed, joined or resumed; where versions travel in files."""
+
+    @property
+    def cost_rows(self) -> tuple[StepRow, ...]:
+        """The steps that show on what the time of an update is spent: the large model's, if any."""
+        return self.large.rows or self.rows
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -147,6 +163,8 @@ def write_json(result: DemoResult, path: Path) -> None:
         del values["engine_name"], values["labels_checked"]
     if not result.bare:
         del values["bare"]
+    if not result.large.rows:
+        del values["large"]
     if not result.url:
         del values["url"], values["events"], values["lost"]
     text = json.dumps(values, sort_keys=True, indent=2, allow_nan=False)
@@ -274,12 +292,13 @@ def print_report(result: DemoResult, console: Console) -> None:
     table.add_row("time", f"{result.seconds:.1f} s, {result.transport}, seed {result.seed}")
     console.print(table)
 
-    costs = Table(title="One update, milliseconds", title_justify="left")
+    nbytes = result.large.nbytes or result.total_nbytes
+    costs = Table(title=f"One update of {nbytes / 1e6:.1f} MB, milliseconds", title_justify="left")
     costs.add_column("phase")
     costs.add_column("median", justify="right")
     costs.add_column("worst", justify="right")
-    whole = [row.update_ms for row in result.rows]
-    for phase, values in (*phases(result.rows).items(), ("whole update", whole)):
+    whole = [row.update_ms for row in result.cost_rows]
+    for phase, values in (*phases(result.cost_rows).items(), ("whole update", whole)):
         # The median of a phase is that of the updates that have it.
         usual = median(value for value in values if value)
         costs.add_row(phase, f"{usual:.2f}", f"{max(values):.2f}")

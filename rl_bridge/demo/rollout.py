@@ -69,6 +69,10 @@ class RolloutConfig:
     task: SortTask = field(default_factory=SortTask)
     url: str = ""
     """Of the store, where versions travel in files."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Of the module (`CausalTransformer`), where they are not the usual ones."""
+    num_groups: int = 64
+    """Prompts of a step."""
     engine_log: str = ""
     """File for what the rollout's processes print; empty lets them print where the trainer does."""
 
@@ -104,7 +108,7 @@ class RolloutWorker:
         # (An adapter is trained over the base that the engine serves.)
         model_seed = config.seed if config.lora else engine_seed(config.seed)
         kind = VLLMLoRASampler if config.lora else _SAMPLERS[config.engine]
-        self.sampler = kind(config.task, model_seed=model_seed, seed=config.seed)
+        self.sampler = kind(config.task, model_seed=model_seed, seed=config.seed, **config.sizes)
         self._engine = self._updated(config)
         self._is_lora = config.lora
         self._rest = "HTTP" if config.engine is Engine.VLLM_HTTP else "finish"

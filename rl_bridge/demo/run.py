@@ -16,6 +16,7 @@ from rl_bridge.demo.report import (
     BareRow,
     DemoResult,
     EventRow,
+    Large,
     print_event,
     print_fault,
     print_report,
@@ -26,10 +27,15 @@ from rl_bridge.demo.rollout import Engine, Rollout, RolloutConfig
 from rl_bridge.demo.stored import FAULTS, StoreRollout, StoreTrainer
 from rl_bridge.demo.trainer import USUAL_FAULTS, BareTrainer, Trainer, plan_faults
 from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
+from rl_bridge.testing.processes import Child
 from rl_bridge.transports.registry import canonical_name, transport_class
 
 DEFAULT_STEPS = 80
 _TRANSPORTS = ("shared-memory", "local-clone", "files")
+_LARGE = {"width": 512, "num_layers": 7, "num_heads": 8}
+"""Of a model of 22 million parameters: to learn to sort, it would need hours on two cores."""
+_LARGE_STEPS, _LARGE_GROUPS = 6, 1
+_STEP_S = 60.0  # the longest that a step may take, on a busy machine
 _LORA_TRANSPORTS = ("nixl", "shared-memory")
 
 # Engine -> the packages that it needs, the extras that have them.
@@ -63,7 +69,9 @@ def run_demo(
     The trainer runs here; the rollout runs in a process of its own if the transport crosses
     processes. Each step insists that the rollout's log-probabilities are those of the version that
     it reports. Two updates are refused and one is undone on purpose. With a module, the same run
-    without the bridge follows: weights are copied, the same faults are planted, nobody checks.
+    goes on beside it without the bridge: weights are copied, the same faults are planted, nobody
+    checks. Over ``shared-memory`` a few updates of a model of 22 million parameters end it: there,
+    the phases of an update are about bytes.
 
     Over ``files`` the trainer is a process of its own as well. It is killed in the middle of a
     publication, an engine joins while no trainer lives, and a new trainer goes on from the newest
@@ -124,11 +132,13 @@ def run_demo(
             f"sort {config.task.num_digits} digits: a {name} samples in process {rollout.pid}; its "
             f"weights come over {config.transport}{f', in {config.url}' if is_stored else ''}",
         )
-        columns = TextColumn("{task.description}"), BarColumn()
-        disabled = plain or not console.is_terminal
-        bar = Progress(*columns, console=console, transient=True, disable=disabled)
+        without = None
+        if config.engine is Engine.MODULE and not is_stored:
+            # Beside the run: most of the time, one of two cores has nothing to do.
+            without = stack.enter_context(Child(BareTrainer, config=config, num_steps=steps))
+            without.tell("run")
+        bar = stack.enter_context(_bar(console, is_shown=not plain))
         task = bar.add_task("starting", total=steps)
-        stack.enter_context(bar)
         for number in range(1, steps + 1):
             row, fault_row = trainer.step(number, faults.get(number))
             rows.append(row)
@@ -142,14 +152,12 @@ def run_demo(
             if plain:
                 _say(console, step_line(row, steps))
         manifest, labels_checked = trainer.held, trainer.labels_checked
-        bare = list[BareRow]()
-        if config.engine is Engine.MODULE and not is_stored:
-            bare_trainer = BareTrainer(config, num_steps=steps)
-            bar.reset(task, description="the same without the bridge")
-            for number in range(1, steps + 1):
-                bare.append(bare_trainer.step(number, faults.get(number)))
-                bar.advance(task)
-    crosses = transport_class(config.transport).crosses_processes
+        crosses = transport_class(config.transport).crosses_processes
+        bare, large = list[BareRow](), Large()
+        if without:
+            bar.update(task, description="the same without the bridge")
+            bare = [BareRow(**row) for row in without.answer(deadline_s=_STEP_S * steps)]
+            large = _run_large(config, bar) if crosses else large
     result = DemoResult(
         transport=config.transport,
         engine=config.engine.value,
@@ -165,6 +173,7 @@ def run_demo(
         lora=lora,
         url=config.url,
         bare=tuple(bare),
+        large=large,
         events=tuple(events),
     )
     write_json(result, out / "demo.json")
@@ -174,6 +183,24 @@ def run_demo(
         _say(console, f"the last versions stay: rl-bridge files ls {config.url}")
     _say(console, f"{out / 'demo.json'} {out / 'demo.png'}")
     return result
+
+
+def _bar(console: Console, *, is_shown: bool) -> Progress:
+    """A bar below what is printed, where a terminal can show one."""
+    columns = TextColumn("{task.description}"), BarColumn()
+    disable = not (is_shown and console.is_terminal)
+    return Progress(*columns, console=console, transient=True, disable=disable)
+
+
+def _run_large(config: RolloutConfig, bar: Progress) -> Large:
+    """Train a large model for a few steps, too few to learn: its updates are about bytes."""
+    config = replace(config, sizes=_LARGE, num_groups=_LARGE_GROUPS)
+    with ExitStack() as stack:
+        rollout, trainer = _started(config, stack, _LARGE_STEPS)
+        rollout.wait_until_ready()
+        numbers = bar.track(range(1, _LARGE_STEPS + 1), description="updates of a large model")
+        rows = tuple(trainer.step(number, None)[0] for number in numbers)
+        return Large(rows=rows, nbytes=trainer.held.total_nbytes)
 
 
 def _say(console: Console, text: str) -> None:

@@ -8,8 +8,9 @@ more than rounding, the rollout sampled with other weights than it says, and the
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from rl_bridge.demo.learning import Learner, LearnerConfig, Policy, SampleBatch,
 from rl_bridge.demo.lora import ADAPTER, LoRARanks, build_adapted
 from rl_bridge.demo.model import ModuleSampler, build_model, engine_seed
 from rl_bridge.demo.qwen import LEARNER, build_qwen
-from rl_bridge.demo.ranks import EXPONENT_BYTE, OneRank, Published, TrainerRanks
+from rl_bridge.demo.ranks import EXPONENT_BYTE, OneRank, TrainerRanks
 from rl_bridge.demo.report import BareRow, EventRow, FaultRow, StepRow, Update
 from rl_bridge.demo.rollout import Engine, InstallReply, Rollout, RolloutConfig, SampleReply
 from rl_bridge.engines.serving import default_label
@@ -28,7 +29,6 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 MIN_STEPS = 6
 """Fewer leave no room for three faults after the two versions that a replay needs."""
 
-_NUM_GROUPS = 64
 _GROUP_SIZE = 8
 CHECK_GROUPS = 8
 """Enough to tell one version from another, and cheap."""
@@ -187,6 +187,7 @@ class Trainer:
         self._rollout = rollout
         self._engine = config.engine
         self._is_lora = config.lora
+        self._num_groups = config.num_groups
         policy, self._ranks = self._started(config, num_steps)
         self._shelf = VersionShelf(policy)
         self.events: list[EventRow] = []
@@ -204,7 +205,8 @@ class Trainer:
             ranks = LoRARanks(task, transport=transport, seed=seed, num_steps=num_steps)
             return build_adapted(task, seed), ranks
         is_module = config.engine is Engine.MODULE
-        policy: Policy = build_model(task, seed) if is_module else build_qwen(task, seed)
+        policy: Policy
+        policy = build_model(task, seed, **config.sizes) if is_module else build_qwen(task, seed)
         settings = LearnerConfig() if is_module else LEARNER
         return policy, OneRank(policy, transport=transport, num_steps=num_steps, config=settings)
 
@@ -231,7 +233,7 @@ class Trainer:
         if fault is not None:
             fault_row, planted = self._plant(number, fault)
             over = over if fault is Fault.STALE else planted
-        sampled, agreement = self.sample(_NUM_GROUPS)
+        sampled, agreement = self.sample(self._num_groups)
         start = time.perf_counter()
         entropy = self._ranks.learn(sampled.batch)
         row = StepRow(
@@ -254,8 +256,7 @@ class Trainer:
 
     def _update(self) -> HandOver:
         """Publish the weights of now and have them installed."""
-        start = time.perf_counter()
-        over = self._hand_over(*self._publish(), start)
+        over = self._hand_over(*self._publish())
         reply, manifest = over.reply, over.manifest
         if reply.error is not None:
             raise PromiseBroken(
@@ -275,16 +276,16 @@ class Trainer:
     def _plant(self, number: int, fault: Fault) -> tuple[FaultRow, HandOver]:
         """Plant a fault and see that it does no harm: what became of it, and how it was sent."""
         before = self.held.weight_version
-        start = time.perf_counter()
         if fault is Fault.STALE:
             assert self._held_before is not None, "faults are planted after two versions"
-            over = self._hand_over(self._held_before, {}, start)
+            over = self._hand_over(self._held_before, {}, time.perf_counter())
         else:
-            published = self._publish()
+            manifest, timings_ms, start = self._publish()
             if fault is Fault.CORRUPTED:
-                self._ranks.damage(published.manifest)
-            over = self._hand_over(*published, start, fail_half_way=fault is Fault.HALF_WAY)
-            self._ranks.release(published.manifest)
+                self._ranks.damage(manifest)
+            is_failing = fault is Fault.HALF_WAY
+            over = self._hand_over(manifest, timings_ms, start, fail_half_way=is_failing)
+            self._ranks.release(manifest)
         outcome = examine(fault, over.reply, active_version=before, engine=self._engine)
         _, agreement = self.sample(CHECK_GROUPS)
         row = FaultRow(
@@ -299,10 +300,12 @@ class Trainer:
         )
         return row, over
 
-    def _publish(self) -> Published:
+    def _publish(self) -> tuple[WeightUpdateManifest, dict[str, float], float]:
+        """Publish what was learnt: its manifest, what that took, and when it began."""
         self._version += 1
-        self._shelf.keep(self._version, self._ranks.state())
-        return self._ranks.publish(self._version)
+        self._shelf.keep(self._version, self._ranks.state())  # the judge's copy costs no update
+        start = time.perf_counter()
+        return (*self._ranks.publish(self._version), start)
 
     def _hand_over(
         self,
@@ -376,6 +379,8 @@ class BareTrainer:
 
     def __init__(self, config: RolloutConfig, *, num_steps: int) -> None:
         """Start with the weights that a `Trainer` starts with."""
+        self._num_groups = config.num_groups
+        self._num_steps = num_steps
         self._policy = build_model(config.task, config.seed)
         self._learner = Learner(self._policy, num_steps=num_steps)
         self._engine = ModuleSampler(
@@ -383,6 +388,12 @@ class BareTrainer:
         )
         self._shelf = VersionShelf(self._policy)
         self._sent: dict[str, Tensor] = {}
+
+    def run(self) -> list[dict[str, Any]]:
+        """Do all steps; the rows are JSON values, for whoever has it in a process of its own."""
+        faults = plan_faults(self._num_steps)
+        numbers = range(1, self._num_steps + 1)
+        return [asdict(self.step(number, faults.get(number))) for number in numbers]
 
     def step(self, number: int, fault: Fault | None) -> BareRow:
         """Do one step: copy the weights, sample, learn; with a fault planted, if one is given."""
@@ -402,7 +413,7 @@ class BareTrainer:
         self._engine.model.load_state_dict(arriving, strict=False)
         if fault is not None:  # the batch of a `Trainer`'s check, or the prompts would differ
             self._engine.sample(num_groups=CHECK_GROUPS, group_size=_GROUP_SIZE)
-        batch = self._engine.sample(num_groups=_NUM_GROUPS, group_size=_GROUP_SIZE)
+        batch = self._engine.sample(num_groups=self._num_groups, group_size=_GROUP_SIZE)
         believed = number - (fault is Fault.HALF_WAY)
         agreement = self._shelf.compare(believed, batch)
         self._learner.update(batch)
