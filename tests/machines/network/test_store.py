@@ -5,6 +5,7 @@ Trainer and engines reach nobody but the store. The judge is beside it.
 
 import os
 import socket
+import tempfile
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any, ClassVar
@@ -28,11 +29,20 @@ URL = "s3://bucket/run1"
 DEADLINE_S = 240.0
 
 
+def enter_machine(variable: str) -> None:
+    """Take this process onto a machine, with a directory for temporary files of its own.
+
+    Processes of one host that share that directory fetch a version once for all of them.
+    """
+    enter(os.environ[variable])
+    tempfile.tempdir = tempfile.mkdtemp()
+
+
 class PlacedRank(StoreRank):
     """A trainer on its machine."""
 
     def __init__(self, **options: Any) -> None:
-        enter(os.environ["TRAINER_IS_ON"])
+        enter_machine("TRAINER_IS_ON")
         super().__init__(**options)
 
 
@@ -40,7 +50,7 @@ class PlacedWorker(StoreWorker):
     """An engine on the engines' machine."""
 
     def __init__(self, config: RolloutConfig) -> None:
-        enter(os.environ["ENGINES_ARE_ON"])
+        enter_machine("ENGINES_ARE_ON")
         super().__init__(config)
 
 
