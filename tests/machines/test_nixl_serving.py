@@ -254,7 +254,9 @@ def test_memory_that_is_refused_late_costs_its_own_version_and_no_other(
         taken = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
         no_more = (taken + (8 << 20), resource.RLIM_INFINITY)  # less than another slot takes
         resource.prlimit(pid, resource.RLIMIT_AS, no_more)
+        stop(pid)  # else its refusal may come at once
         second = near.publish(tensors, weight_version=2)
+        os.kill(pid, signal.SIGCONT)
         with pytest.raises(SegmentError, match="cannot be served"):
             far.import_update(second)
         assert far.import_update(first)["w"].sum() == 1 << 22
