@@ -164,10 +164,8 @@ class Publisher:
             WeightBridgeUnavailableError: the versions that are stored here cannot be read.
 
         """
-        last = self.last_version
-        if last is None:
-            last = self.end.last_stored()
-        return 0 if last is None else last + 1
+        stored = None if self.latest is not None else self.end.last_stored()
+        return 1 + max(-1 if one is None else one for one in (self.last_version, stored))
 
     def publish(
         self,
@@ -243,6 +241,7 @@ class Publisher:
                     )
                     if self._journal is not None:
                         self._journal.reserve(weight_version)
+                        self.last_version = weight_version  # it is used up, whatever comes
                     if self.end.shows:
                         self.end.show(manifest, is_part=is_part)
                     lifecycle = Lifecycle(
@@ -295,7 +294,10 @@ class Publisher:
             ][: None if keep is None else -keep]
             if keep is None or not older:
                 return
-            held = {report.update_id for report in self.reports() if report.is_holding}
+            reports = self.reports()
+            if any(report.presence == "unreadable" for report in reports):
+                return  # nobody knows what that consumer holds: the next publication asks again
+            held = {report.update_id for report in reports if report.is_holding}
             for update_id in older:
                 if update_id not in held:
                     self.release(update_id)

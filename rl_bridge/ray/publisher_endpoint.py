@@ -257,7 +257,9 @@ class PublisherEndpoint:
         """
         last = self._journal.last_version
         if weight_version is None:
-            weight_version = 0 if last is None else last + 1
+            # A channel may have used a number up for a version that another one could not carry.
+            used = [one.bridge.publisher.last_version for one in self._channels.values()]
+            weight_version = 1 + max(-1 if one is None else one for one in [last, *used])
         if last is not None and weight_version <= last:
             # Before any channel takes it: half of them would go on otherwise.
             raise VersionNotMonotonic(

@@ -217,3 +217,33 @@ def test_a_loop_of_any_length_keeps_two_versions(
         executor.update_weights(made[-1])
     assert executor.active_weight_version == 9
     assert published(bridge, *made) == [8, 9]
+
+
+def test_a_number_that_a_failed_publication_used_up_is_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.ones(2)}
+    with make_weight_bridge("files", url=tmp_path / "run", state_dir=tmp_path / "state") as bridge:
+        assert bridge.publish(state).weight_version == 0
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(bridge.publisher.end, "show", full)
+            with pytest.raises(OSError, match="No space left"):
+                bridge.publish(state)
+        assert bridge.publish(state).weight_version == 2
+
+
+def test_a_store_that_is_ahead_of_the_state_directory_gives_the_next_number(tmp_path: Path) -> None:
+    state, url = {"w": torch.ones(2)}, tmp_path / "run"
+    with make_weight_bridge("files", url=url, state_dir=tmp_path / "state") as bridge:
+        bridge.publish(state)
+    with make_weight_bridge("files", url=url) as bridge:
+        bridge.publish(state)
+        newest = bridge.publish(state)
+    (marker,) = url.glob(f"*-{newest.update_id[:12]}/STABLE")
+    marker.write_text("damaged")
+    with make_weight_bridge("files", url=url, state_dir=tmp_path / "state") as bridge:
+        assert bridge.publish(state).weight_version == 3

@@ -76,6 +76,7 @@ from rl_bridge.transports.files.store import (
     RecordFile,
     StoredVersion,
     VersionStore,
+    is_version,
     version_name,
 )
 from rl_bridge.transports.files.watching import watch
@@ -553,8 +554,20 @@ class FilesPublisher(PublisherEnd):
         return 0 if self._arena is None else self._arena.address
 
     def last_stored(self) -> int | None:
-        """The highest version in the store, of whichever rank."""
-        numbers = (one.marker.weight_version for one in self.store.visible())
+        """The highest version in the store, of whichever rank.
+
+        What has a damaged marker counts, as that may come back: its name has the number, but for
+        a bucket's.
+        """
+        numbers = [one.marker.weight_version for one in self.store.visible()]
+        for name in self.store.damaged():
+            if not is_version(name):
+                msg = (
+                    f"{name} in {self.store} is damaged, so nobody knows which version is the "
+                    "next. Give weight_version=, a number that was never published."
+                )
+                raise WeightBridgeUnavailableError(msg)
+            numbers.append(int(name.partition("-")[0]))
         return max(numbers, default=None)
 
     def release(self, update_id: str) -> None:
