@@ -192,7 +192,7 @@ def test_where_vllm_is_missing_or_too_old_a_trainers_init_info_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plugin, "require", lambda _: SimpleNamespace())
-    with pytest.raises(WeightBridgeUnavailableError, match=r"expected 0\.28 or later"):
+    with pytest.raises(WeightBridgeUnavailableError, match=r"expected 0\.27\.1 or later"):
         RLBridgeTrainerInitInfo(rank=0)
 
 
