@@ -28,7 +28,6 @@ __all__ = [
     "Role",
     "State",
     "Transition",
-    "mermaid",
 ]
 
 
@@ -265,12 +264,3 @@ class Lifecycle:
         allowed = ", ".join(self.moves) or "nothing: it is over"
         because = f" ({self.reason})" if self.reason else ""
         return f"cannot {event} {update}: it is {self.state}{because}. Allowed now: {allowed}."
-
-
-def mermaid(role: Role) -> str:
-    """Mermaid state diagram of one role, one line per move, for whoever wants to draw it."""
-    lines = ["stateDiagram-v2", f"    [*] --> {INITIAL[role]}"]
-    for state, moves in TABLE[role].items():
-        lines += [f"    {state} --> {target}: {event}" for event, target in moves.items()]
-    lines.append(f"    {State.RELEASED} --> [*]")
-    return "\n".join(lines) + "\n"

@@ -310,9 +310,6 @@ class BridgeCheckpointEngine:
         is_there = self.transport.startswith("cuda")
         readable = ((name, one if is_there else one.cpu()) for name, one in pairs)
         try:
-            if version is None:
-                last = self.bridge.publisher.last_version
-                version = 0 if last is None else last + 1
             return self.bridge.publish(readable, weight_version=version)
         finally:
             for _ in pairs:  # the other ranks take part in its gathers
