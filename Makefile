@@ -122,9 +122,10 @@ TEST_ENGINES = $(TEST_ENV) $(BIN_VLLM)/python -m pytest tests/engines -p no:cach
 test-engines: $(STAMP_VLLM) $(STAMP_TRAINERS) ## Run the tests with real vLLM engines on the CPU (8 to 11 minutes)
 	$(TEST_ENGINES) -m "not full" $(ARGS)
 
-test-engines-full: $(STAMP_VLLM) $(STAMP_SGLANG) $(STAMP_TRAINERS) ## Every combination of models and engines, of vLLM and SGLang (two hours)
+test-engines-full: $(STAMP_VLLM) $(STAMP_SGLANG) $(STAMP_MACHINES) $(STAMP_TRAINERS) ## Every combination of models, engines and carriers, of vLLM, SGLang and NIXL (three hours)
 	$(TEST_ENGINES) $(ARGS)
 	$(TEST_SGLANG) $(ARGS)
+	$(TEST_MACHINES) $(ARGS)
 
 $(STAMP_SGLANG): requirements/sglang-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	@test -x $(BIN_SGLANG)/python || $(PYTHON) -m venv $(VENV_SGLANG)
@@ -167,8 +168,10 @@ $(STAMP_MACHINES): requirements/machines-cpu.lock.txt pyproject.toml setup.py $(
 	$(HERE) $(BIN_MACHINES)/python -m pip install --no-deps -e .
 	@touch $@
 
+TEST_MACHINES = $(TEST_ENV) $(BIN_MACHINES)/python -m pytest tests/machines -p no:cacheprovider
+
 test-machines: $(STAMP_MACHINES) ## Run the tests with real NIXL and Ray, some in network namespaces, one with S3 (4 to 7 minutes)
-	$(TEST_ENV) $(BIN_MACHINES)/python -m pytest tests/machines -p no:cacheprovider $(ARGS)
+	$(TEST_MACHINES) -m "not full" $(ARGS)
 
 # For every Python that is here; what they need of others they get from the package index.
 PYTHONS ?= $(shell for minor in 11 12 13 14; do python3.$$minor -c "" 2>/dev/null && echo python3.$$minor; done)

@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.progress import track
 
 from rl_bridge.cuda.digest import DevicePass, EngineName
-from rl_bridge.cuda.leaves import CAST_BF16
 from rl_bridge.manifest.table import ALIGNMENT
 from rl_bridge.memory.passes import BytePlan
 
@@ -69,39 +68,34 @@ class _Bench:
         self.source.view(torch.int64).random_()
         self.arena = _memory(self.total, device)
         self._other = _memory(self.total, device)
-        self.plan = DevicePass(self.offsets, self.sizes, device=device, engine=self.engine)
+        self.plan = DevicePass(self.sizes, device, engine=self.engine)
         # A plan keeps the rows of the addresses that came last: one plan for each lane.
-        self._odd = DevicePass(self.offsets, self.sizes, device=device, engine=self.engine)
-        self._torch = DevicePass(self.offsets, self.sizes, device=device, engine="torch")
-        # Half as many bytes in the arena, read from twice as many: the source is float32 then.
-        halves = self.sizes // np.uint64(4) * np.uint64(2)
-        self._halves = DevicePass(self.offsets, halves, device=device, engine=self.engine)
-        self._casts = np.full(num_tensors, CAST_BF16, np.uint8)
-        self._packed = 2 * int(halves.sum())
+        self._odd = DevicePass(self.sizes, device, engine=self.engine)
+        self._torch = DevicePass(self.sizes, device, engine="torch")
 
     def lanes(self) -> dict[str, _Lane]:
         """Every way, by name."""
         arena, other = self.arena.data_ptr(), self.arena
         sources = self.offsets + np.uint64(self.source.data_ptr())
+        targets = self.offsets + np.uint64(arena)
         words = self.arena.view(torch.int64)
 
         def digest(plan: DevicePass) -> Work:
-            return lambda: plan._engine.digest(arena, plan._out)  # noqa: SLF001 - without the wait
+            places = targets.astype(np.int64)
+            return lambda: plan._engine.digest(places, plan._out)  # noqa: SLF001 - without the wait
 
-        def pack(plan: DevicePass, shift: int, casts: Any) -> Work:
+        def pack(plan: DevicePass, shift: int) -> Work:
             places = (sources + np.uint64(shift)).astype(np.int64)
-            return lambda: plan._engine.pack(places, arena, casts, plan._out)  # noqa: SLF001 - same
+            return lambda: plan._engine.pack(places, arena, plan._out)  # noqa: SLF001 - same
 
-        none = np.zeros(len(self.sizes), np.uint8)
         return {
             "copy": _Lane(self.total, lambda: self._other.copy_(other)),
             "sum": _Lane(self.total, words.sum),
             "pack": _Lane(
-                self.nbytes, pack(self.plan, 0, none), lambda: self.plan.pack(sources, arena)
+                self.nbytes, pack(self.plan, 0), lambda: self.plan.copy_digest(sources, targets)
             ),
-            "pack_2_bytes_off": _Lane(self.nbytes, pack(self._odd, 2, none)),
-            "pack_float32_to_bfloat16": _Lane(self._packed, pack(self._halves, 0, self._casts)),
-            "digest": _Lane(self.nbytes, digest(self.plan), lambda: self.plan.digest(arena)),
+            "pack_2_bytes_off": _Lane(self.nbytes, pack(self._odd, 2)),
+            "digest": _Lane(self.nbytes, digest(self.plan), lambda: self.plan.digest(targets)),
             "digest_in_torch": _Lane(self.nbytes, digest(self._torch), rounds=_TORCH_ROUNDS),
         }
 
@@ -115,13 +109,14 @@ class _Bench:
             SystemExit: a digest differs.
 
         """
-        arena = self.arena.data_ptr()
-        packed = self.plan.pack(self.offsets + np.uint64(self.source.data_ptr()), arena)
+        sources = self.offsets + np.uint64(self.source.data_ptr())
+        targets = self.offsets + np.uint64(self.arena.data_ptr())
+        packed = self.plan.copy_digest(sources, targets)
         count = max(1, min(len(self.sizes), _CHECKED_NBYTES // int(self.sizes[0])))
         host = self.source[: int(self.offsets[count - 1] + self.sizes[count - 1])].cpu()
         places = self.offsets[:count] + np.uint64(host.data_ptr())
         expected = BytePlan(self.sizes[:count]).digest(places)
-        if not packed == self.plan.digest(arena) == self._torch.digest(arena):
+        if not packed == self.plan.digest(targets) == self._torch.digest(targets):
             raise SystemExit("the digests of the pack, of the arena and of torch differ")
         if packed[: len(expected)] != expected:
             raise SystemExit(f"the digests of the first {count} tensors differ from the CPU's")

@@ -374,6 +374,20 @@ def is_shortage(error: BaseException) -> bool:
 
 SHORTAGE_NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EAGAIN})
 """What the kernel says if this machine is short of something: the update itself is all right."""
+
+
+def require_sendable(error: BaseException, what: str) -> None:
+    """Refuse a request that did not leave this process, which lacks descriptors or memory."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.errno in SHORTAGE_NUMBERS:
+            raise WeightBridgeUnavailableError(
+                f"{what} could not be sent: {link}. Close files, or raise this process's limits, "
+                "and try again."
+            ) from error
+        link = link.__cause__ or link.__context__
+
+
 _SHORTAGES = (
     MemoryError,
     WeightBridgeUnavailableError,

@@ -117,13 +117,12 @@ class StepPublisher(StepHook):
         """
         super().__init__(every=every)
         if not callable(send):
-            msg = (
+            raise TypeError(
                 f"send={send!r}: expected a function that gets each manifest and returns when the "
                 "engines have the version. Pass executor.update_weights where the engine is in "
                 "this process, or a function that hands manifest.to_json() to the other one; "
                 "lambda manifest: None where engines look for versions themselves (files)."
             )
-            raise TypeError(msg)
         require_plain(send, "send=")
         self._bridge = bridge
         self._source = source
@@ -210,11 +209,10 @@ class StepSender(StepHook):
                     trainable=trainable,
                 )
             )
-        msg = (
+        raise WeightBridgeUnavailableError(
             "an event loop runs in this thread, which a step would block. Run the training in a "
             "thread of its own, or await sender.send_chunks(...) after each step."
         )
-        raise WeightBridgeUnavailableError(msg)
 
 
 def weight_sync_callback(hook: StepHook) -> "TrainerCallback":
@@ -233,11 +231,10 @@ def weight_sync_callback(hook: StepHook) -> "TrainerCallback":
     try:
         base: Any = import_module("transformers").TrainerCallback
     except ImportError as error:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"transformers cannot be imported ({error}). Install it in the trainer's environment, "
             "or use StepPublisher.after_steps_of(optimizer)."
-        )
-        raise WeightBridgeUnavailableError(msg) from error
+        ) from error
 
     class WeightSyncCallback(base):  # type: ignore[misc]  # made where the library is
         """Publishes when training begins, and after optimizer steps."""

@@ -13,7 +13,6 @@ import fcntl
 import os
 import threading
 import uuid
-import weakref
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -26,7 +25,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.memory.durable import replace_durably
-from rl_bridge.processes import close_fd, open_fd
+from rl_bridge.memory.holding import Holding
 
 _FILE = "publisher.json"
 _LOCK = "publisher.lock"
@@ -68,11 +67,9 @@ class Journal:
         self._directory = None if state_dir is None else Path(state_dir)
         self._turn = threading.Lock()
         self._pid = os.getpid()
+        self._lock = Holding(self)
         if self._directory is None:
             return
-        self._fd = _open_lock(self._directory)
-        self._release = weakref.finalize(self, _close_lock, self._fd, self._pid)
-        self._release.atexit = False  # the lock ends with the process
         try:
             self._take_lock(self._directory)
             record = _read(self._directory / _FILE)
@@ -104,8 +101,7 @@ class Journal:
 
     def close(self) -> None:
         """Let another publisher use the directory. Idempotent."""
-        if self._directory is not None:
-            self._release()
+        self._lock.dispose()
 
     def __enter__(self) -> Self:
         """Use as a context manager."""
@@ -117,46 +113,46 @@ class Journal:
 
     def _take_lock(self, directory: Path) -> None:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Without its parents: a path with a typing mistake must be reported, not made.
+            directory.mkdir(exist_ok=True, mode=0o700)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            fd = self._lock.open(os.open, directory / _LOCK, flags, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"another live publisher uses the state directory {directory}. Stop it first, or "
                 "give this publisher a directory of its own."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
         except OSError as error:
-            msg = (
-                f"the state directory {directory} cannot be locked: {error}. Put it on a file "
-                "system of this machine."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            raise WeightBridgeError(
+                f"the state directory {directory} cannot be used: {error}. Make what it lies in, "
+                "or choose another one, on a file system of this machine."
+            ) from error
 
     def _require_lock(self, directory: Path, version: int) -> None:
         """Make sure that the lock that is held is the one that another publisher would look at."""
-        if not self._release.alive:
+        if self._lock.fd < 0:
             raise BridgeClosed(f"the journal in {directory} is closed. Make a new publisher.")
         try:
-            if os.path.samestat(os.fstat(self._fd), (directory / _LOCK).stat()):
+            if os.path.samestat(os.fstat(self._lock.fd), (directory / _LOCK).stat()):
                 return
         except OSError:
             pass  # it is not there
-        msg = (
+        raise WeightBridgeError(
             f"version {version} was not published: the lock file in {directory} was removed, and "
             "another publisher may have come since. Make a new publisher, which goes on from "
             "what is written there, and keep cleaners of old files away from the directory."
         )
-        raise WeightBridgeError(msg)
 
     def _write(self, directory: Path, version: int) -> None:
         record = _Record(format=_FORMAT, last_version=version, publisher_id=self.publisher_id)
         try:
             replace_durably(directory, _FILE, record.model_dump_json().encode("ascii"))
         except OSError as error:
-            msg = (
+            raise WeightBridgeError(
                 f"version {version} was not published: the journal in {directory} cannot be "
                 f"written ({error}). Free space or fix permissions, then publish again."
-            )
-            raise WeightBridgeError(msg) from error
+            ) from error
 
 
 def not_above(version: int, last: int, publisher_id: str) -> VersionNotMonotonic:
@@ -167,32 +163,13 @@ def not_above(version: int, last: int, publisher_id: str) -> VersionNotMonotonic
     )
 
 
-def _open_lock(directory: Path) -> int:
-    try:
-        # Without its parents: a path with a typing mistake must be reported, not made.
-        directory.mkdir(exist_ok=True, mode=0o700)
-        return open_fd(os.open, directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        msg = (
-            f"the state directory {directory} cannot be used: {error}. Make what it lies in, or "
-            "choose another one."
-        )
-        raise WeightBridgeError(msg) from error
-
-
-def _close_lock(fd: int, pid: int) -> None:
-    if os.getpid() == pid:  # closed in forked children, where the number may be another file's
-        close_fd(fd)
-
-
 def _read(path: Path) -> _Record | None:
     if not path.exists():
         return None
     try:
         return _Record.model_validate_json(path.read_bytes())
     except (ValidationError, OSError) as error:
-        msg = (
+        raise WeightBridgeError(
             f"the publisher's journal {path} is damaged ({error!r}). Move it away to start a "
             "new stream of versions, or restore it to go on with the old one."
-        )
-        raise WeightBridgeError(msg) from error
+        ) from error

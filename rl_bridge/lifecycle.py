@@ -8,7 +8,7 @@ at the old version nor at the new one: it leads out by a completed undo or a ful
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from rl_bridge.errors import IllegalTransition
 __all__ = [
     "CONSUMER",
     "INITIAL",
+    "OVER",
     "PUBLISHER",
     "STATUS",
     "TABLE",
@@ -72,66 +73,66 @@ class Event(StrEnum):
     RELEASE = "release"
 
 
-PUBLISHER: Final = MappingProxyType(
+_Moves = Mapping[State, Mapping[Event, State]]
+
+
+def _frozen(moves: _Moves) -> _Moves:
+    return MappingProxyType({state: MappingProxyType(found) for state, found in moves.items()})
+
+
+PUBLISHER: Final = _frozen(
     {
-        State.PREPARING: MappingProxyType({Event.PUBLISH: State.PUBLISHED}),
-        State.PUBLISHED: MappingProxyType({Event.RELEASE: State.RELEASED}),
-        State.RELEASED: MappingProxyType({}),
+        State.PREPARING: {Event.PUBLISH: State.PUBLISHED},
+        State.PUBLISHED: {Event.RELEASE: State.RELEASED},
+        State.RELEASED: {},
     }
 )
 
-CONSUMER: Final = MappingProxyType(
+CONSUMER: Final = _frozen(
     {
-        State.ANNOUNCED: MappingProxyType(
-            {
-                Event.IMPORT: State.IMPORTED,
-                Event.REJECT: State.REJECTED,
-                Event.RELEASE: State.RELEASED,
-            }
-        ),
-        State.IMPORTED: MappingProxyType(
-            {
-                Event.VERIFY: State.VERIFIED,
-                Event.REJECT: State.REJECTED,
-                Event.RELEASE: State.RELEASED,
-            }
-        ),
-        State.VERIFIED: MappingProxyType(
-            {
-                Event.STAGE: State.STAGED,
-                # The caller installs on his own and says so, without an executor.
-                Event.ACKNOWLEDGE: State.ACKNOWLEDGED,
-                Event.REJECT: State.REJECTED,
-                Event.RELEASE: State.RELEASED,
-            }
-        ),
-        State.STAGED: MappingProxyType(
-            {
-                Event.INSTALL: State.INSTALLED,
-                Event.TEAR: State.TORN,
-                Event.REJECT: State.REJECTED,
-                Event.RELEASE: State.RELEASED,
-            }
-        ),
-        State.INSTALLED: MappingProxyType(
-            {
-                Event.ACKNOWLEDGE: State.ACKNOWLEDGED,
-                # This machine was only short of something: the update may come again.
-                Event.UNDO: State.STAGED,
-                Event.TEAR: State.TORN,
-                Event.REJECT: State.REJECTED,
-            }
-        ),
-        State.ACKNOWLEDGED: MappingProxyType({Event.RELEASE: State.RELEASED}),
-        State.TORN: MappingProxyType({Event.UNDO: State.REJECTED, Event.INSTALL: State.INSTALLED}),
-        State.REJECTED: MappingProxyType({Event.RELEASE: State.RELEASED}),
-        State.RELEASED: MappingProxyType({}),
+        State.ANNOUNCED: {
+            Event.IMPORT: State.IMPORTED,
+            Event.REJECT: State.REJECTED,
+            Event.RELEASE: State.RELEASED,
+        },
+        State.IMPORTED: {
+            Event.VERIFY: State.VERIFIED,
+            Event.REJECT: State.REJECTED,
+            Event.RELEASE: State.RELEASED,
+        },
+        State.VERIFIED: {
+            Event.STAGE: State.STAGED,
+            # The caller installs on his own and says so, without an executor.
+            Event.ACKNOWLEDGE: State.ACKNOWLEDGED,
+            Event.REJECT: State.REJECTED,
+            Event.RELEASE: State.RELEASED,
+        },
+        State.STAGED: {
+            Event.INSTALL: State.INSTALLED,
+            Event.TEAR: State.TORN,
+            Event.REJECT: State.REJECTED,
+            Event.RELEASE: State.RELEASED,
+        },
+        State.INSTALLED: {
+            Event.ACKNOWLEDGE: State.ACKNOWLEDGED,
+            # This machine was only short of something: the update may come again.
+            Event.UNDO: State.STAGED,
+            Event.TEAR: State.TORN,
+            Event.REJECT: State.REJECTED,
+        },
+        State.ACKNOWLEDGED: {Event.RELEASE: State.RELEASED},
+        State.TORN: {Event.UNDO: State.REJECTED, Event.INSTALL: State.INSTALLED},
+        State.REJECTED: {Event.RELEASE: State.RELEASED},
+        State.RELEASED: {},
     }
 )
 
 TABLE: Final = MappingProxyType({Role.PUBLISHER: PUBLISHER, Role.CONSUMER: CONSUMER})
 
 INITIAL: Final = MappingProxyType({Role.PUBLISHER: State.PREPARING, Role.CONSUMER: State.ANNOUNCED})
+
+OVER: Final = frozenset({State.REJECTED, State.RELEASED})
+"""A consumer's states behind which nothing is held of an update."""
 
 # The five words of `update_status`, which users know, for the fine states.
 STATUS: Final = MappingProxyType(

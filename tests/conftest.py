@@ -44,7 +44,17 @@ def pytest_configure() -> None:
     processes.PRELOADED += ["hypothesis", "numpy", "pydantic", "pytest"]
     # Where the compiled module is hidden (tests.pure_python), each child imports us by itself.
     if not any(type(finder).__name__ == "Hidden" for finder in sys.meta_path):
-        processes.PRELOADED += ["rl_bridge.testing.peer"]
+        homes = ("testing.peer", "strategies", "trainers", "sglang", "vllm")
+        processes.PRELOADED += [f"rl_bridge.{home}" for home in homes]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark `full` what a class of tests does not name in its `in_ci`, if it has one."""
+    for item in items:
+        chosen = getattr(getattr(item, "cls", None), "in_ci", None)
+        if chosen is not None and getattr(item, "originalname", None) not in chosen:
+            item.add_marker(pytest.mark.full)
 
 
 def pytest_collection_finish() -> None:

@@ -28,8 +28,7 @@ class Hidden:
     ) -> ModuleSpec | None:
         """Refuse that one, leave all others to other finders."""
         if name == HIDDEN:
-            msg = f"{name} is hidden from this process"
-            raise ModuleNotFoundError(msg, name=name)
+            raise ModuleNotFoundError(f"{name} is hidden from this process", name=name)
         return None
 
 

@@ -89,6 +89,8 @@ def main() -> None:
     import rl_bridge
 
     assert Path(rl_bridge.__file__).is_relative_to(ROOT)
+    for name in rl_bridge.__all__:
+        getattr(rl_bridge, name)  # which imports it, for the scripts
     serve(become, ended)
 
 

@@ -15,8 +15,7 @@ class Clerk:
 
     def __init__(self, *, is_broken: bool = False) -> None:
         if is_broken:
-            msg = "there is no clerk"
-            raise ValueError(msg)
+            raise ValueError("there is no clerk")
         self._go_on = threading.Event()
 
     def slow(self) -> str:

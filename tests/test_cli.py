@@ -14,32 +14,20 @@ import torch
 
 import rl_bridge
 from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.cli.program import app, main
+from rl_bridge.cli import program
+from rl_bridge.cli.program import main
 from rl_bridge.cli.screen import plain
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
-from tests.cli_program import Said, call, run, run_as_process
+from tests.cli_program import PLAIN, Said, call, run, run_as_process
 from tests.groups.meshes import shards
 from tests.groups.rig import damage, trainers
 
-COMMANDS = {
-    *(
-        "demo",
-        "bench",
-        "doctor",
-        "status",
-        "inspect",
-        "verify",
-        "gc",
-        "sidecar",
-        "certs",
-        "export",
-        "publish",
-    ),
-    *(f"files {name}" for name in ("ls", "show", "verify", "gc")),
+HELP = {name: line for name, (_, line) in program.COMMANDS.items()} | {
+    f"files {name}": line for name, (_, line) in program.OF_FILES.items()
 }
 WEIGHTS = {
     "layers.0.weight": torch.arange(60_000, dtype=torch.float32).reshape(200, 300),
@@ -88,25 +76,19 @@ def test_the_entry_point_is_the_same_program() -> None:
     assert entry.load() is main
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_has_help(command: str, flag: str) -> None:
-    *group, name = command.split()
-    said = call(*group, name, flag)
-    assert said.code == 0
+@pytest.mark.parametrize("command", sorted(HELP))
+def test_every_command_has_help(command: str) -> None:
+    said = call(*command.split(), "--help")
+    assert (said.code, said) == (0, call(*command.split(), "-h"))
     assert f"Usage: rl-bridge {command}" in said.out
-    typers = [i.typer_instance for i in app.registered_groups if [i.name] == group] or [app]
-    commands = [i for one in typers if one is not None for i in one.registered_commands]
-    (info,) = (i for i in commands if i.callback and i.callback.__name__ == name)
-    assert info.callback is not None
-    assert (info.callback.__doc__ or "").splitlines()[0] in said.out
+    assert f"\n\n  {HELP[command]}\n" in said.out, "the list of commands says something else"
     assert said.out.count("--") > 1, "an option without a word of help"
 
 
 def test_arguments_are_named_alike_by_all_commands() -> None:
     named = {
         argument
-        for command in COMMANDS
+        for command in HELP
         for argument in call(*command.split(), "--help").out.splitlines()[0].split()[3:]
         if argument != "[OPTIONS]" and argument not in command.split()
     }
@@ -118,12 +100,36 @@ def test_the_list_of_commands_cuts_no_line_off() -> None:
     assert "..." not in call("--help", columns=80).out.replace("[ARGS]...", "")
 
 
-def test_a_shell_completes_commands() -> None:
-    asked = {"COMP_WORDS": "rl-bridge files ver", "COMP_CWORD": "2"}
-    done = run_as_process(
-        "-m", "rl_bridge", environment=asked | {"_RL_BRIDGE_COMPLETE": "complete_bash"}
-    )
-    assert (done.code, done.out) == (0, "verify\n")
+LIGHT = """
+import sys
+from rl_bridge.cli import main
+try:
+    main()
+finally:
+    ours = {"rl_bridge", "rl_bridge.cli", "rl_bridge.errors"}
+    ours |= {"rl_bridge.cli.program", "rl_bridge.cli.screen"}
+    found = {name for name in sys.modules if name.startswith(("rl_bridge", "torch", "numpy"))}
+    assert found == ours, found - ours
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        (["--version"], {}, f"rl-bridge {rl_bridge.__version__}\n"),
+        (["--help"], {}, HELP["doctor"]),
+        (["files", "--help"], {}, HELP["files ls"]),
+        ([], {"COMP_WORDS": "rl-bridge files ver", "COMP_CWORD": "2"}, "verify\n"),
+    ],
+    ids=["version", "help", "help-of-files", "completion"],
+)
+def test_what_needs_no_weights_imports_no_torch(
+    arguments: list[str], environment: dict[str, str], words: str
+) -> None:
+    asked = {**environment, "_RL_BRIDGE_COMPLETE": "complete_bash"} if environment else PLAIN
+    done = run_as_process("-c", LIGHT, *arguments, environment=asked)
+    assert (done.code, done.err) == (0, "")
+    assert words in done.out
 
 
 @pytest.mark.parametrize(

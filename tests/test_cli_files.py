@@ -152,30 +152,21 @@ def rename(store: Path, version: int, update_id: str) -> None:
     folder.rename(store / f"{version:010d}-{update_id[:12]}")
 
 
-@pytest.mark.parametrize("named", ["0", "0123", "0123456", "12345678"])
-def test_a_number_that_no_version_has_is_no_beginning_of_an_update_id(
-    store: Path, named: str
+def test_a_version_is_named_by_its_number_or_by_a_long_beginning_of_its_update_id(
+    store: Path,
 ) -> None:
     publish(store, 4)
     rename(store, 4, "0123456789" + "a" * 22)
-    said = call("files", "show", store, named)
-    assert said.complains("VersionNotFound")
-    assert f"has no version {named}. Name one of those that are there: 4 (0123456789aa)" in said.err
-
-
-@pytest.mark.parametrize("named", ["01234567", "0123456789A"])
-def test_a_long_beginning_of_an_update_id_names_its_version(store: Path, named: str) -> None:
-    publish(store, 4)
-    rename(store, 4, "0123456789" + "a" * 22)
-    found = call("files", "show", store, named, "--json").json
-    assert found["weight_version"] == 4
-
-
-@pytest.mark.parametrize("named", ["", "a", "0f2"])
-def test_a_name_of_a_version_that_is_too_short_is_refused(store: Path, named: str) -> None:
-    publish(store, 4)
-    said = call("files", "show", store, named)
-    assert refuses(said, f"{named!r} names no version. Expected its number, or at least 4")
+    for named in ("01234567", "0123456789A"):
+        assert call("files", "show", store, named, "--json").json["weight_version"] == 4
+    for named in ("0", "0123", "0123456", "12345678"):
+        said = call("files", "show", store, named)
+        assert said.complains("VersionNotFound")
+        words = f"has no version {named}. Name one of those that are there: 4 (0123456789aa)"
+        assert words in said.err
+    for named in ("", "a", "0f2"):
+        said = call("files", "show", store, named)
+        assert refuses(said, f"{named!r} names no version. Expected its number, or at least 4")
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "gc"])
@@ -476,21 +467,22 @@ def test_a_live_version_is_exported_by_its_manifest(
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "words"),
+    ("kind", "given"),
     [
-        ("manifest", "--version 1", "--version 1 is of a store"),
-        ("manifest", "--directory .", "--directory . is of a manifest of shared-memory"),
-        ("store", "--url elsewhere", "--url elsewhere is another store than"),
-        ("store", "--directory .", "--directory . is of a manifest of shared-memory"),
+        ("manifest", "--version 1"),
+        ("manifest", "--directory ."),
+        ("store", "--url elsewhere"),
+        ("store", "--directory ."),
     ],
 )
 def test_export_refuses_options_that_belong_to_another_source(
-    store: Path, tmp_path: Path, kind: str, given: str, words: str
+    store: Path, tmp_path: Path, kind: str, given: str
 ) -> None:
     file = tmp_path / "m.json"
     file.write_text(publish(store, 1)[0].to_json())
     source = store if kind == "store" else file
-    assert refuses(call("export", source, tmp_path / "out", *given.split()), words)
+    said = call("export", source, tmp_path / "out", *given.split())
+    assert refuses(said, f"{given} does not belong to")
     assert not (tmp_path / "out").exists()
 
 
@@ -505,22 +497,25 @@ def test_export_of_what_is_not_there_says_what_it_takes(tmp_path: Path) -> None:
     assert "nope.json' is neither a manifest's file nor a store" in said.err
 
 
-@pytest.mark.parametrize("fault", ["not empty", "no directory"])
-def test_export_looks_at_its_target_before_it_reads_the_version(
+@pytest.mark.parametrize("fault", ["not empty", "a file", "no directory"])
+def test_export_looks_at_its_target_before_it_reads_the_version_and_leaves_it_alone(
     store: Path, tmp_path: Path, fault: str
 ) -> None:
     publish(store, 1)
     damage(folder_of(store, 1) / "model.safetensors", -5)
-    out = tmp_path / "out"
+    out = mine = tmp_path / "out"
     if fault == "not empty":
         out.mkdir()
-        (out / "mine").write_text("mine")
-    else:
+        mine = out / "mine"
+    elif fault == "no directory":
         out = tmp_path / "absent" / "out"
+    mine.write_text("mine")
     said = call("export", store, out)
     assert said.complains("WeightBridgeUnavailableError")
     assert f"{out} cannot be written: " in said.err
     assert fault in said.err
+    assert mine.read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "run"}
 
 
 def test_a_manifest_of_files_needs_the_url(store: Path, tmp_path: Path) -> None:
@@ -539,22 +534,6 @@ def test_a_version_of_several_ranks_is_exported_whole(store: Path, tmp_path: Pat
     expected = model(SHAPES, 1)
     assert found.keys() == expected.keys()
     assert all(found[name].equal(one) for name, one in expected.items())
-
-
-@pytest.mark.parametrize("where", ["files in it", "a file"])
-def test_export_refuses_a_directory_that_holds_something(
-    store: Path, tmp_path: Path, where: str
-) -> None:
-    publish(store, 1)
-    out = tmp_path / "out"
-    if where == "a file":
-        out.write_text("mine")
-    else:
-        out.mkdir()
-        (out / "mine").write_text("mine")
-    assert call("export", store, out).complains("WeightBridgeUnavailableError")
-    assert (out if where == "a file" else out / "mine").read_text() == "mine"
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "run"}
 
 
 def test_export_of_damaged_bytes_writes_nothing(store: Path, tmp_path: Path) -> None:
@@ -675,16 +654,6 @@ def test_publish_leaves_the_number_of_a_version_with_a_damaged_marker(
     assert said["weight_version"] == 6
 
 
-def test_publish_says_in_one_line_that_a_marker_cannot_be_read(store: Path, tmp_path: Path) -> None:
-    publish(store, 3)
-    marker = folder_of(store, 3) / "STABLE"
-    marker.unlink()
-    marker.mkdir()
-    said = call("publish", checkpoint(tmp_path / "given"), "--url", store)
-    assert said.complains("WeightBridgeUnavailableError")
-    assert "STABLE cannot be read" in said.err
-
-
 def test_publish_into_a_bucket_with_a_damaged_marker_asks_for_a_number(tmp_path: Path) -> None:
     url = f"memory://{tmp_path}/run"
     given = checkpoint(tmp_path / "given")
@@ -694,5 +663,5 @@ def test_publish_into_a_bucket_with_a_damaged_marker_asks_for_a_number(tmp_path:
         memory.pipe_file(marker, b"nonsense")
     said = call("publish", given, "--url", url)
     assert said.complains("WeightBridgeUnavailableError")
-    assert "as --version" in said.err
+    assert "a number that was never published" in said.err
     assert call("publish", given, "--url", url, "--version", "7").code == 0

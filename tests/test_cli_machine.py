@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.cli import bench, program
+from rl_bridge.cli import bench, demo
 from rl_bridge.cli import bench as measure
 from rl_bridge.cli import doctor as probes
 from rl_bridge.cli import screen as environment
@@ -60,17 +60,14 @@ def test_doctor_checks_every_transport_every_engine_and_the_machine() -> None:
         assert (check["status"] == "blocked") == bool(check["cause"]) == bool(check["remedy"])
 
 
-def test_doctor_tells_people_cause_and_remedy() -> None:
+def test_doctor_tells_people_cause_and_remedy_and_calls_nothing_blocked_that_is_sound() -> None:
     said = call("doctor")
     assert said.code == 0
     for words in ("shared-memory", "sglang is not installed", "→ Install it: pip", "Ready:"):
         assert words in said.out
-
-
-@pytest.mark.skipif(has_driver(), reason="a GPU is here: its transports are not missing")
-def test_doctor_calls_nothing_blocked_on_a_sound_machine_without_gpu() -> None:
-    said = call("doctor")
-    assert (said.code, "locked" in said.out) == (0, False), said.out
+    if has_driver():
+        return  # a GPU is here: its transports are not missing
+    assert "locked" not in said.out, said.out
     (summary,) = (line for line in said.out.splitlines() if line.startswith("Not installed"))
     assert {"sglang", "cuda-vmm", "cuda-ipc", "NCCL"} < set(re.findall(r"[\w-]+", summary))
 
@@ -148,13 +145,12 @@ def test_doctor_has_a_row_for_each_feature_of_an_installed_engine(
     monkeypatch.setattr(engine_probe, "_ask", lambda *_: {lacks: "it is not there"})
     said = call("doctor", "--json")
     found = checks(said)
-    assert found.keys() >= kind.FEATURES.keys()
+    assert {found[feature]["group"] for feature in kind.FEATURES} == {f"what {name} offers"}
     assert (said.code, found[name.lower()]["status"]) == (0, "pass")
     assert found[works]["status"] == "pass"
     assert all(found[feature]["purpose"] for feature in kind.FEATURES)
     assert found[lacks]["cause"] == f"{name} {has} is installed, expected {needs} or later"
     assert "pip install" in found[lacks]["remedy"]
-    assert f"What {name} offers" in call("doctor").out
 
 
 def test_doctor_says_why_the_compiled_pass_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +319,7 @@ def test_bench_shows_rates_next_to_memcpy(monkeypatch: pytest.MonkeyPatch, measu
     first = measured.json["sizes"][0]
     samples = {name: phase["samples_ms"] for name, phase in first["phases"].items()}
 
-    def measure_again(_: object, *, on_update: Callable[[str], None]) -> measure.Timings:
+    def measure_again(_: int, *, on_update: Callable[[str], None], **__: int) -> measure.Timings:
         on_update("again")
         return measure.Timings(1 << 20, samples)
 
@@ -334,13 +330,6 @@ def test_bench_shows_rates_next_to_memcpy(monkeypatch: pytest.MonkeyPatch, measu
         assert words in said.out
 
 
-def test_the_consumer_of_the_bench_tells_what_the_library_refused() -> None:
-    with measure._consumer() as ask:
-        ask("start", way="copy")
-        with pytest.raises(measure.MeasurementFailed, match="failed: MalformedManifest: "):
-            ask("update", manifest="{}")
-
-
 # ------------------------------------------------------------------------------ demo
 
 
@@ -348,7 +337,7 @@ def test_the_demo_runs_as_the_command_line_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(program, "run_demo", lambda **options: asked.append(options))
+    monkeypatch.setattr(demo, "run_demo", lambda **options: asked.append(options))
     said = call("demo", "--steps", "6", "--transport", "local-clone", "--out", tmp_path, "--seed=3")
     assert (said.code, said.err) == (0, "")
     (options,) = asked

@@ -69,5 +69,5 @@ def test_updates_are_installed_whatever_the_default_device_is(mode: str) -> None
 def test_a_pass_on_a_device_is_planned_whatever_the_default_device_is() -> None:
     laid = Laid([5, 300_000])
     with torch.device("meta"):
-        plan = DevicePass(laid.offsets, laid.sizes, device="cpu", engine="torch")
-        assert plan.pack(laid.sources, laid.arena) == laid.digests()
+        plan = DevicePass(laid.sizes, "cpu", engine="torch")
+        assert plan.copy_digest(laid.sources, laid.targets) == laid.digests()

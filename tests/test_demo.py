@@ -40,10 +40,8 @@ from rl_bridge.demo.trainer import (
     logprob_tolerance,
     plan_faults,
 )
-from rl_bridge.errors import DeadlineExceeded, EngineLost, WeightBridgeUnavailableError
+from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.testing.faults import damage_stored
-from rl_bridge.transports.files.transport import Files
 
 SMALL = SortTask(num_digits=3, base=4)
 LOCAL = RolloutConfig(transport="local-clone", seed=3, task=SMALL)
@@ -67,6 +65,7 @@ def local_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, str
     return *run("local-clone", out), out
 
 
+@pytest.mark.full  # CI runs `make demo`, which is this
 def test_a_run_over_shared_memory_keeps_every_promise_and_earns_the_same(
     tmp_path: Path, local_run: tuple[DemoResult, str, Path]
 ) -> None:
@@ -102,7 +101,7 @@ def test_the_files_have_what_was_promised(local_run: tuple[DemoResult, str, Path
     assert len(data["rows"]) == data["steps"] == MIN_STEPS
     assert [fault["kind"] for fault in data["faults"]] == [fault.value for fault in USUAL_FAULTS]
     assert data["seconds"] == result.seconds > 0
-    assert not data.keys() & {"engine_name", "events", "large", "lost", "url"}
+    assert (data["engine_name"], data["events"], data["lost"], data["url"]) == ("", [], 0, "")
     assert [row["step"] for row in data["bare"]] == [row["step"] for row in data["rows"]]
     png = (out / "demo.png").read_bytes()
     assert png.startswith(b"\x89PNG")
@@ -136,14 +135,6 @@ def test_without_the_bridge_the_same_faults_pass_unnoticed(
     assert wrong == planted
     assert all(bare.logprob_max_abs_diff <= TOLERANCE for _, bare in both if bare.step not in wrong)
     assert "without the bridge" in screen
-
-
-def test_the_screen_has_no_line_of_a_step_that_nobody_asked_for(tmp_path: Path) -> None:
-    screen = io.StringIO()
-    run_demo(transport="local-clone", steps=MIN_STEPS, out=tmp_path, console=Console(file=screen))
-    lines = screen.getvalue().splitlines()
-    assert not [line for line in lines if line.startswith("step ")]
-    assert [line for line in lines if "REFUSED" in line]
 
 
 @pytest.fixture
@@ -211,13 +202,6 @@ def test_over_files_training_goes_on_when_its_trainer_is_killed_and_an_engine_jo
     assert result.url == data["url"]
 
 
-class ImmortalRank(StoreRank):
-    """A trainer that survives."""
-
-    def die_in_publication(self) -> None:
-        pass
-
-
 class ForgetfulRank(StoreRank):
     """A trainer that goes on from the newest version's number, and with other weights."""
 
@@ -228,46 +212,16 @@ class ForgetfulRank(StoreRank):
                 self._policy.tokens.weight[0, 0] += 1e-7
 
 
-class LateRank(StoreRank):
-    """A trainer that goes on from the version that the one before did not finish."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._version += bool(self._version)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (ImmortalRank, "was to be killed in its publication, and published"),
-        (ForgetfulRank, "went on with other weights than v2's"),
-        (LateRank, "the trainer went on from 3"),
-    ],
-)
-def test_a_trainer_that_is_not_killed_or_not_resumed_as_it_says_is_found_out(
-    kind: type[StoreRank], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_trainer_that_goes_on_with_other_weights_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_bridge.demo.stored.StoreRank", kind)
+    monkeypatch.setattr("rl_bridge.demo.stored.StoreRank", ForgetfulRank)
     config = replace(LOCAL, transport="files", url=str(tmp_path / "run"))
     with StoreRollout(config) as engine, closing(StoreTrainer(config, engine, num_steps=9)) as made:
         made.step(1, None)
         made.step(2, None)
-        with pytest.raises(PromiseBroken, match=words):
+        with pytest.raises(PromiseBroken, match="goes on from version 2 or with other weights"):
             made.step(3, Fault.KILLED)
-
-
-def test_a_trainer_goes_on_from_the_newest_version_that_is_whole(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
-    options: dict[str, Any] = {"task": {"num_digits": 3, "base": 4}, "seed": 0, "num_steps": 4}
-    with closing(StoreRank(url=url, **options)) as rank:
-        for _ in range(2):
-            rank.publish()
-    store = Files(url=url).store
-    damage_stored(store, store.visible()[-1].marker.update_id)
-    with closing(StoreRank(url=url, **options)) as rank:
-        assert rank.version() == 1
-        rank.publish()
-    assert [one.marker.weight_version for one in store.visible()] == [2, 2]
 
 
 class StubbornWorker(StoreWorker):
@@ -299,15 +253,6 @@ def test_a_place_that_is_no_store_is_refused_with_the_trainers_reason(tmp_path: 
             out=tmp_path,
             console=Console(file=io.StringIO()),
         )
-
-
-def test_an_engine_of_a_store_that_shows_nothing_new_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rl_bridge.demo.stored._WATCH_S", 0.1)
-    worker = StoreWorker(replace(LOCAL, transport="files", url=str(tmp_path / "run")))
-    with closing(worker), pytest.raises(DeadlineExceeded, match="see to the trainer"):
-        worker.update(is_stale=False, fail_half_way=False)
 
 
 # ---- what cannot run ----------------------------------------------------------------------------

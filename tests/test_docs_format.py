@@ -79,7 +79,7 @@ def test_the_column_lists_of_the_page_hold(vector: list[str]) -> None:
     shape = json.loads(shape)
     tensor = torch.frombuffer(bytearray(PATTERNS["mod251"](prod(shape))), dtype=torch.uint8)
     plan = PackPlan({"a": tensor.view(shape)}, columns=True)
-    plan.digest_in_place({})
+    plan.digest_in_place()
     cuts = plan.table.column_blocks
     found = [int(cuts.strips[0]), int(cuts.band_rows[0]), len(plan.column_list) // 16]
     assert found == list(map(int, numbers))

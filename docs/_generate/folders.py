@@ -23,9 +23,10 @@ PATH: dict[str, tuple[str, ...]] = {
     "manifest": ("table", "digest", "model", "canonical", "compare"),
     "memory": ("packing", "slots", "passes", "views", "control"),
     "transports": ("_slots", "shared_memory"),
-    "transports/wire": ("acceptor", "channel", "client", "arenas"),
-    "transports/broadcast": ("publisher", "sender", "server", "client", "receiver", "consumer"),
-    "transports/nixl": ("publisher", "store", "server", "client", "fetch", "reading", "consumer"),
+    "transports/wire": ("server", "channel", "client", "arenas"),
+    "transports/broadcast": ("sender", "receiver", "consumer"),
+    "transports/nixl": ("server", "fetch", "reading", "consumer"),
+    "transports/files": ("transport", "checkpoint", "store", "directory", "objects", "watching"),
     "cuda": ("digest", "driver", "broker", "views", "live"),
     "assembly": ("end", "wanted", "plan", "assemble"),
     "bridge": (

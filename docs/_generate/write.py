@@ -62,7 +62,8 @@ def _command_line() -> str:
     from rl_bridge.cli.program import app
 
     parts = []
-    for name, command in _commands(get_command(app)):
+    for name, known in _commands(get_command(app)):
+        command = known.loaded() if hasattr(known, "loaded") else known
         shown = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
         parts.append(f"## rl-bridge {name}\n\n{shown}")
         rows = [_option(item) for item in command.params if item.name != "help"]
@@ -148,7 +149,18 @@ SEAMS = (
         "CPU",
         "how-to/connect-ray.md",
     ),
-    ("SkyRL", "its own names, of `rl_bridge.compat.skyrl`", "-", "how-to/come-from-skyrl.md"),
+    (
+        "miles",
+        "`--custom-weight-transfer-protocol-path rl_bridge.compat.miles.build_protocol`",
+        "its contract, CPU",
+        "how-to/use-with-miles.md",
+    ),
+    (
+        "SkyRL",
+        "`PolicyWorker = ray.remote(num_gpus=1)(bridged(FSDPPolicyWorkerBase))`",
+        "its contract, CPU",
+        "how-to/come-from-skyrl.md",
+    ),
     (
         "prime-rl",
         "its own names, of `rl_bridge.compat.prime_rl`",
@@ -170,11 +182,50 @@ def _seams(folder: str) -> str:
     return "\n".join(lines)
 
 
+def _kills() -> str:
+    """What kills did, ours beside SGLang's own route; empty before they were measured."""
+    file = ROOT / "benchmarks" / "results" / "kills.json"
+    document = json.loads(file.read_text("utf-8"))
+    rows = document["summary"]
+
+    def count(killed: str, side: str, *names: str) -> int:
+        of_side = [one for one in rows if (one["killed"], one["side"]) == (killed, side)]
+        return sum(one.get(name, 0) for one in of_side for name in names)
+
+    shown = (
+        ("of the trainer: rounds", "trainer", ("rounds",)),
+        ("the server has the version before, whole", "trainer", ("old",)),
+        ("or the next one, whole", "trainer", ("new",)),
+        ("or **a mixture of both**", "trainer", ("mixed",)),
+        ("requests wait until somebody lets them go on", "trainer", ("wait",)),
+        *(
+            (
+                ("told to go on, it answers as neither version", "trainer", ("neither",)),
+                ("or says that it has another version", "trainer", ("mislabelled",)),
+            )
+            if "seed" in document  # older runs did not ask it
+            else ()
+        ),
+        ("the next trainer's update lands", "trainer", ("lands",)),
+        ("of the server: rounds", "server", ("rounds",)),
+        ("started anew, the next update lands", "server", ("lands",)),
+    )
+    lines = [
+        "| `kill -9` in an update | SGLang's own route | rl_bridge |",
+        "|---|---|---|",
+    ]
+    for words, killed, names in shown:
+        found = (count(killed, side, *names) for side in ("stock", "ours"))
+        lines.append(f"| {words} | {' | '.join(map(str, found))} |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "publisher-moves": lambda: _moves(Role.PUBLISHER),
     "consumer-moves": lambda: _moves(Role.CONSUMER),
     "seams": partial(_seams, ""),
     "seams-from-outside": partial(_seams, "docs/"),
+    "kills": _kills,
     "command-line": _command_line,
     "public-names": _public_names,
     "versions": _versions,

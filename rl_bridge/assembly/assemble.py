@@ -48,15 +48,17 @@ _SLICE_NBYTES = 8 << 20
 class Assembly:
     """A plan, and the passes that it takes: made once per plan."""
 
-    def __init__(self, plan: ReshardPlan, *, num_threads: int | None = None) -> None:
-        """Prepare the passes."""
+    def __init__(
+        self, plan: ReshardPlan, layout: GroupLayout, *, num_threads: int | None = None
+    ) -> None:
+        """Prepare the passes of a plan for groups of that layout."""
         self.plan = plan
+        self.known = _known_wholes(plan, layout)
         self._num_threads = num_threads
         self._copies = BytePlan(plan.run_nbytes.astype(np.uint64))
         # For each part, the bytes up to the end of the last range that is read.
         self._reach = {needs.part: needs.end for needs in plan.parts}
         self._digests = BytePlan(plan.table.nbytes_column)
-        self._wholes: tuple[_Column, _Column] | None = None
 
     def run(
         self, group: GroupManifest, attachments: Mapping[int, Attachment], address: int
@@ -77,12 +79,11 @@ class Assembly:
         for rank, attachment in attachments.items():
             pin = attachment.tensors.pin
             if pin.place is not CPU_PLACE:
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"version {group.weight_version}: the part of rank {rank} lies on "
                     f"{pin.place.device}; groups are assembled on the CPU. Publish it over "
                     "shared-memory."
                 )
-                raise WeightBridgeUnavailableError(msg)
             bases[rank] = pin.address
         self._copy(bases, address)
         # Behind the copy: bytes that are good now were good when they were copied.
@@ -132,34 +133,23 @@ class Assembly:
 
     def differing(self, group: GroupManifest, digests: bytes) -> _Column:
         """Rows of the plan's table whose digests are not those that the group has for them."""
-        rows, places = self._known_rows(group.layout)
+        rows, places = self.known
         found, expected = digest_rows(digests)[rows], digest_rows(group.digests)[places]
         return rows[rows_differ(found, expected)]
 
     def compare(self, group: GroupManifest, digests: bytes) -> None:
-        """Compare whole tensors with the digests that the group has for them.
-
-        Raises:
-            ChecksumMismatch: one differs.
-
-        """
+        """Compare whole tensors with the digests that the group has for them."""
         differing = self.differing(group, digests)
         if len(differing):
             row = int(differing[0])
             name = self.plan.wholes[row]
             expected = digest_rows(group.digests)[group.layout.places[name]]
-            msg = (
+            raise ChecksumMismatch(
                 f"tensor checksum mismatch for {name!r} in version {group.weight_version}: "
                 f"the group has {expected.tobytes().hex()}, what was assembled has "
                 f"{digest_rows(digests)[row].tobytes().hex()}. The placements are not those of the "
                 "tensors, or memory is damaged: publish again."
             )
-            raise ChecksumMismatch(msg)
-
-    def _known_rows(self, layout: GroupLayout) -> tuple[_Column, _Column]:
-        if self._wholes is None:
-            self._wholes = _known_wholes(self.plan, layout)
-        return self._wholes
 
 
 def require_sealed(
@@ -176,9 +166,6 @@ def require_sealed(
         headers: what lay beside the bytes of parts, by rank.
         bound: names of the transports that keep the digest.
 
-    Raises:
-        DigestMismatch: another manifest was sealed, or none where one has to be.
-
     """
     expected = group.header_digest
     for rank, header in headers.items():
@@ -190,12 +177,11 @@ def require_sealed(
             continue  # the usual case: the part's own digest need not be computed
         if sealed == part.header_digest:
             continue
-        msg = (
+        raise DigestMismatch(
             f"version {group.weight_version}: the group's manifest was changed on its way, or is "
             f"of another release: its digest is {expected.hex()}, rank {rank} sealed "
             f"{sealed.hex() or 'none'}. Import the manifest as it was published."
         )
-        raise DigestMismatch(msg)
 
 
 class AssemblyPlan(PackPlan):
@@ -307,12 +293,7 @@ class _Pieces:
         return self.where(np.isin(self.wanted, wanted))
 
     def check(self, group: GroupManifest, address: int, num_threads: int | None) -> None:
-        """Compare each, which is a whole tensor of its part, with the part's digest.
-
-        Raises:
-            ChecksumMismatch: one differs.
-
-        """
+        """Compare each, which is a whole tensor of its part, with the part's digest."""
         if not len(self.rows):
             return
         passes = BytePlan(self.nbytes.astype(np.uint64))
@@ -361,7 +342,6 @@ class LandingPlan:
         pieces: _Pieces,
         unknown: _Column,
     ) -> None:
-        """See `make`."""
         self.table: TensorTable = assembly.plan.table
         self.ranges = tuple(ranges)
         self._assembly = assembly
@@ -391,8 +371,7 @@ class LandingPlan:
             rows, table = pieces.rows[mine], tables[needs.part]
             begins, sizes = table.offset_column[rows], table.nbytes_column[rows]
             is_whole[mine] = (begins == pieces.starts[mine]) & (sizes == pieces.nbytes[mine])
-        known, _ = _known_wholes(plan, layout)
-        unknown = np.setdiff1d(pieces.wanted, known)
+        unknown = np.setdiff1d(pieces.wanted, assembly.known[0])
         if not is_whole[np.isin(pieces.wanted, unknown)].all():
             return None  # there is no digest to compare with
         return cls(assembly, ranges, pieces.where(is_whole), unknown)
@@ -433,7 +412,6 @@ class ArenaLanding:
     """One version that is read straight into its arena. See `rl_bridge.transports.base`."""
 
     def __init__(self, plan: LandingPlan, ring: SharedPublisher, num_threads: int | None) -> None:
-        """Begin; no room is taken yet."""
         self._plan = plan
         self._ring = ring
         self._num_threads = num_threads

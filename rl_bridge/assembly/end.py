@@ -85,12 +85,7 @@ class GroupTransport(Transport):
         return Availability(cls.name, found.status, found.cause, found.remedy)
 
     def publisher_end(self, publisher_id: str) -> PublisherEnd:  # noqa: ARG002 - whoever asks
-        """Refuse: a group is published by its ranks.
-
-        Raises:
-            TransportUnavailable: always.
-
-        """
+        """Refuse: a group is published by its ranks."""
         raise TransportUnavailable(
             GROUP,
             "this bridge only imports what a group's ranks published",
@@ -127,7 +122,8 @@ class GroupEnd(ConsumerEnd):
                 headers.
             wanted: what is assembled; None: every tensor, whole.
             max_slots: most assembled versions held at a time.
-            num_threads: threads that verify, copy and digest; None takes the usable cores.
+            num_threads: threads that verify, copy and digest; None takes the usable cores, at
+                most 8.
 
         """
         self._open_end = open_end
@@ -179,7 +175,7 @@ class GroupEnd(ConsumerEnd):
                 carried = self._copied(group, assembly)
             else:
                 carried = self._landed(group, landing, end)
-            self._ring_of(group.group_id).seal_header(group.update_id, group.header_digest)
+            self._ring_of(group.publisher_id).seal_header(group.update_id, group.header_digest)
             manifest = _assembled(group, carried, assembly.plan)
             found = self._reader.look(manifest)
         finally:
@@ -208,7 +204,8 @@ class GroupEnd(ConsumerEnd):
             chosen = wanted or self._wanted or everything()
             if not isinstance(chosen, WantedLayout):
                 chosen = chosen(layout.wholes)
-            assembly = Assembly(make_plan(layout, chosen), num_threads=self._num_threads)
+            plan = make_plan(layout, chosen)
+            assembly = Assembly(plan, layout, num_threads=self._num_threads)
             recipe = Recipe(assembly, LandingPlan.make(assembly, layout))
             self._recipes[key] = recipe
             while len(self._recipes) > _PLANS:
@@ -224,7 +221,7 @@ class GroupEnd(ConsumerEnd):
             headers = {rank: one.tensors.pin.header for rank, one in attachments.items()}
             require_sealed(group, headers, self._bound)
             plan = AssemblyPlan(assembly, group, attachments)
-            return self._ring_of(group.group_id).carry(plan, {}, group.update_id)
+            return self._ring_of(group.publisher_id).carry(plan, {}, group.update_id)
         finally:
             # An exception that somebody keeps must not keep the publishers' slots.
             for attachment in attachments.values():
@@ -233,7 +230,7 @@ class GroupEnd(ConsumerEnd):
 
     def _landed(self, group: GroupManifest, plan: LandingPlan, end: ConsumerEnd) -> Carried:
         """Read straight into a slot."""
-        ring = self._ring_of(group.group_id)
+        ring = self._ring_of(group.publisher_id)
         landing = ArenaLanding(plan, ring, self._num_threads)
         slot: Slot | None = None
         try:
@@ -273,14 +270,14 @@ class GroupEnd(ConsumerEnd):
             requests.append(request)
         return list(asked.values())
 
-    def _ring_of(self, group_id: str) -> SharedPublisher:
-        if self._ring is not None and self._ring[0] != group_id:
+    def _ring_of(self, publisher_id: str) -> SharedPublisher:
+        if self._ring is not None and self._ring[0] != publisher_id:
             # Another stream of versions. Slots of the old one that an engine reads stay mapped.
             _, ring = self._ring
             self._ring = None
             ring.close()
         if self._ring is None:
-            self._ring = (group_id, self._memory.publisher_end(group_id))
+            self._ring = (publisher_id, self._memory.publisher_end(publisher_id))
         return self._ring[1]
 
     def _end_for(self, part: WeightUpdateManifest) -> ConsumerEnd:
@@ -343,7 +340,7 @@ def _assembled(group: GroupManifest, carried: Carried, plan: ReshardPlan) -> Wei
     """The manifest of what was assembled, as an update of the group's stream of versions."""
     return WeightUpdateManifest(
         update_id=group.update_id,
-        publisher_id=group.group_id,
+        publisher_id=group.publisher_id,
         source_worker=group.parts[0].source_worker,
         source_rank=0,
         weight_version=group.weight_version,

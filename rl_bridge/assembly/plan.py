@@ -201,8 +201,7 @@ class ReshardPlan:
     """How a consumer's tensors are made of a group's parts.
 
     Attributes:
-        group_digest: of the group's layout.
-        wanted_digest: of the consumer's.
+        wanted_digest: of the layout that is wanted.
         table: the consumer's arena.
         parts: what is read of each part that is needed, by rank.
         run_parts: part of each contiguous copy; the three columns behind it are in bytes.
@@ -216,7 +215,6 @@ class ReshardPlan:
 
     """
 
-    group_digest: str
     wanted_digest: str
     table: TensorTable
     parts: tuple[PartNeeds, ...]
@@ -279,7 +277,6 @@ class _Planner:
         )
         runs = np.array(self._runs, np.int64).reshape(-1, 4)
         return ReshardPlan(
-            group_digest=group.digest,
             wanted_digest=wanted.digest,
             table=table,
             parts=parts,
@@ -300,19 +297,17 @@ class _Planner:
         wholes = self._group.wholes
         missing = [source.name for source in wanted.sources if source.name not in wholes]
         if missing or not wanted.sources:
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r} is wanted, made of {[s.name for s in wanted.sources]}, and the "
                 f"group does not hold {missing}. Publish all of them, or ask for what there is."
             )
-            raise IncompatibleUpdate(msg)
         found = {wholes[source.name].dtype for source in wanted.sources}
         if len(found) > 1:
             each = {source.name: wholes[source.name].dtype for source in wanted.sources}
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r} is wanted, made of tensors of several dtypes: {each}. Publish "
                 "them in one dtype."
             )
-            raise IncompatibleUpdate(msg)
         key = (
             wanted.shape,
             *((s.offset, s.shape, s.at, wholes[s.name].shape) for s in wanted.sources),
@@ -387,22 +382,20 @@ def _check_inside(name: str, source: WholeSlice, whole: tuple[int, ...]) -> None
         or any(type(number) is not int or number < 0 for number in numbers)
         or any(o + n > size for o, n, size in zip(source.offset, source.shape, whole, strict=True))
     ):
-        msg = (
+        raise IncompatibleUpdate(
             f"tensor {name!r} is wanted, with {source} of a tensor of shape {list(whole)}, which "
             "has no such box. Give offsets and sizes of 0 or more, inside of the tensor."
         )
-        raise IncompatibleUpdate(msg)
 
 
 def _check_filled(name: str, wanted: WantedTensor) -> None:
     """Every element of a wanted tensor comes from one source."""
     whole = box_of((0,) * len(wanted.shape), wanted.shape)
     if any(len(source.at) != len(wanted.shape) for source in wanted.sources):
-        msg = (
+        raise IncompatibleUpdate(
             f"tensor {name!r} of {len(wanted.shape)} dimensions is wanted, of sources that have "
             "another number of them. Give sources of as many dimensions."
         )
-        raise IncompatibleUpdate(msg)
     boxes = [box_of(source.at, source.shape) for source in wanted.sources]
     beyond = [box for box in boxes if any(h > n for h, n in zip(box[1], wanted.shape, strict=True))]
     overlap = find_overlap(boxes)
@@ -412,8 +405,7 @@ def _check_filled(name: str, wanted: WantedTensor) -> None:
         if overlap:
             one, other = (wanted.sources[place].name for place in overlap)
             what = f"{one!r} and {other!r} fill the same range"
-        msg = (
+        raise IncompatibleUpdate(
             f"tensor {name!r} of shape {list(wanted.shape)} is wanted, but {what}. Give sources "
             "that fill it, each element once."
         )
-        raise IncompatibleUpdate(msg)

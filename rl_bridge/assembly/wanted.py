@@ -189,11 +189,10 @@ class Fused:
     def __post_init__(self) -> None:
         is_rule = "{}" in self.name
         if not self.sources or any(one.count("{}") != int(is_rule) for one in self.sources):
-            msg = (
+            raise ValueError(
                 f"Fused({self.name!r}, {self.sources!r}): expected one {{}} in each source where "
                 "the name has it, and none where it has none."
             )
-            raise ValueError(msg)
 
     def found(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Fused name -> sources, for each filling of ``{}`` that some source has."""
@@ -260,22 +259,20 @@ def _find(wholes: Wholes, name: str) -> WholeTensor:
     whole = wholes.get(name)
     if whole is None:
         near = [other for other in wholes if other.rpartition(".")[2] == name.rpartition(".")[2]]
-        msg = (
+        raise IncompatibleUpdate(
             f"tensor {name!r} is wanted, and the group does not hold it; it holds "
             f"{len(wholes)} others, such as {(near or list(wholes))[:3]}. Publish it, or ask for "
             "what there is."
         )
-        raise IncompatibleUpdate(msg)
     return whole
 
 
 def _check_degree(one: TensorParallel | PipelineParallel | ExpertParallel) -> None:
     if not 0 <= one.rank < one.degree:
-        msg = (
+        raise ValueError(
             f"{type(one).__name__}: rank {one.rank} of degree {one.degree}: expected 0 <= "
             "rank < degree."
         )
-        raise ValueError(msg)
     if not isinstance(one, TensorParallel):
         checked_pattern(one.pattern)
 
@@ -289,20 +286,18 @@ def _require_held(join: Fused, wholes: Wholes) -> None:
 def _require_all(name: str, sources: Sequence[str], wholes: Wholes) -> None:
     missing = [source for source in sources if source not in wholes]
     if missing:
-        msg = (
+        raise IncompatibleUpdate(
             f"the fused tensor {name!r} is made of {list(sources)}, and the group does not hold "
             f"{missing}. Publish all of them, or ask for the others under their own names."
         )
-        raise IncompatibleUpdate(msg)
 
 
 def _require_free(name: str, found: Mapping[str, WantedTensor]) -> None:
     if name in found:
-        msg = (
+        raise IncompatibleUpdate(
             f"tensor {name!r} is wanted twice: as a fused one, and as another. Give the fused one "
             "a name of its own."
         )
-        raise IncompatibleUpdate(msg)
 
 
 def _sliced(whole: WholeTensor, at: Sequence[slice | int | None] | None) -> WantedTensor:
@@ -311,11 +306,10 @@ def _sliced(whole: WholeTensor, at: Sequence[slice | int | None] | None) -> Want
         given += [None] * (len(whole.shape) - len(given))
         ranges = [range_of(one, size) for one, size in zip(given, whole.shape, strict=True)]
     except (TypeError, ValueError) as error:
-        msg = (
+        raise IncompatibleUpdate(
             f"tensor {whole.name!r} of shape {list(whole.shape)}: {at} is no box of it. Give a "
             f"list: a slice without a step, or an index, for each dimension at most. ({error})"
-        )
-        raise IncompatibleUpdate(msg) from error
+        ) from error
     offset = tuple(one.start for one in ranges)
     return _alone(WholeSlice(whole.name, offset, tuple(map(len, ranges)), (0,) * len(offset)))
 
@@ -335,11 +329,10 @@ def _shard(
         if dim is None:
             continue
         if not -len(shape) <= dim < len(shape) or shape[dim] % degree:
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {whole.name!r} of shape {list(whole.shape)} cannot be cut in dimension "
                 f"{dim} into {degree} even shares. Ask for slices of it instead."
             )
-            raise IncompatibleUpdate(msg)
         shape[dim] //= degree
         offset[dim] += rank * shape[dim]
     return WholeSlice(whole.name, tuple(offset), tuple(shape), (0,) * len(shape))
@@ -352,19 +345,19 @@ def _alone(source: WholeSlice) -> WantedTensor:
 def _joined(name: str, parts: Sequence[WholeSlice], dim: int) -> WantedTensor:
     first = parts[0].shape
     if not -len(first) <= dim < len(first):
-        msg = f"the fused tensor {name!r} has no dimension {dim}. Join it along another one."
-        raise IncompatibleUpdate(msg)
+        raise IncompatibleUpdate(
+            f"the fused tensor {name!r} has no dimension {dim}. Join it along another one."
+        )
     dim %= len(first)
     size, sources = 0, []
     for one in parts:
         rest = (*one.shape[:dim], *one.shape[dim + 1 :])
         if len(one.shape) != len(first) or rest != (*first[:dim], *first[dim + 1 :]):
-            msg = (
+            raise IncompatibleUpdate(
                 f"the fused tensor {name!r}: {parts[0].name!r} of shape {list(first)} and "
                 f"{one.name!r} of shape {list(one.shape)} cannot be joined in dimension {dim}. "
                 "Give sources that differ in that dimension only."
             )
-            raise IncompatibleUpdate(msg)
         at = tuple(size if d == dim else 0 for d in range(len(first)))
         sources.append(WholeSlice(one.name, one.offset, one.shape, at))
         size += one.shape[dim]
@@ -375,13 +368,7 @@ def _joined(name: str, parts: Sequence[WholeSlice], dim: int) -> WantedTensor:
 
 
 def range_of(one: object, size: int) -> range:
-    """The indices of a dimension that a slice or an index covers; a slice may reach beyond it.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: a slice with a step, an index outside of the dimension.
-
-    """
+    """The indices of a dimension that a slice or an index covers; a slice may reach beyond it."""
     if one is None:
         return range(size)
     if isinstance(one, slice):
@@ -405,35 +392,25 @@ def block_of(number: int, total: int, degree: int) -> int:
 
 
 def checked_pattern(pattern: str) -> None:
-    """Check a pattern that finds numbers in names.
-
-    Raises:
-        ValueError: it is no regular expression, or has no group.
-
-    """
+    """Check a pattern that finds numbers in names."""
     try:
         has_group = re.compile(pattern).groups > 0
     except re.error as error:
         raise ValueError(f"pattern={pattern!r}: expected a regular expression; {error}.") from error
     if not has_group:
-        msg = rf"pattern={pattern!r}: expected one with a group, such as '\blayers\.(\d+)\.'."
-        raise ValueError(msg)
+        raise ValueError(
+            rf"pattern={pattern!r}: expected one with a group, such as '\blayers\.(\d+)\.'."
+        )
 
 
 def number_in(name: str, pattern: str, total: int, what: str) -> int | None:
-    """The number in a tensor's name; None if there is none.
-
-    Raises:
-        IncompatibleUpdate: a number that no rank has: its tensor would silently be missing.
-
-    """
+    """The number in a tensor's name; None if there is none."""
     found = re.search(pattern, name)
     if found is None:
         return None
     if not (found[1] or "").isdecimal() or int(found[1]) >= total:
-        msg = (
+        raise IncompatibleUpdate(
             f"tensor {name!r} has number {found[1]}, and {what}={total} leaves it to no rank. Give "
             f"the model's {what}, and a pattern that finds the number."
         )
-        raise IncompatibleUpdate(msg)
     return int(found[1])

@@ -97,10 +97,6 @@ class NIXLTensorBridge(TensorBridge):
 
     transport: ClassVar[str] = "nixl"
 
-    def _make_transport(self, options: Mapping[str, object]) -> Transport:
-        # Each rank's server has a port and a name of its own.
-        return super()._make_transport({"source_rank": self.source_rank, **options})
-
     def catalog(self, manifest: WeightUpdateManifest | str | None = None) -> tuple[Entry, ...]:
         """What a publisher holds: one entry for each of its slots, with who reads it.
 
@@ -147,10 +143,6 @@ class FilesTensorBridge(TensorBridge):
 
     transport: ClassVar[str] = "files"
 
-    def _make_transport(self, options: Mapping[str, object]) -> Transport:
-        # Each rank's versions have directories of their own, and a publisher's lock.
-        return super()._make_transport({"source_rank": self.source_rank, **options})
-
     def versions(self) -> list[WeightUpdateManifest]:
         """Manifests of all versions that are there, in the order of their publication.
 
@@ -161,7 +153,7 @@ class FilesTensorBridge(TensorBridge):
             WeightBridgeUnavailableError: the directory cannot be read.
 
         """
-        return [manifest for _, manifest in self._stored()][::-1]
+        return [manifest for _, manifest in self._files.stored()][::-1]
 
     def newest(self) -> WeightUpdateManifest | None:
         """The one of `versions` that was published last, or None; none of its bytes is read.
@@ -170,7 +162,7 @@ class FilesTensorBridge(TensorBridge):
             WeightBridgeUnavailableError: the directory cannot be read.
 
         """
-        return next((manifest for _, manifest in self._stored()), None)
+        return next((manifest for _, manifest in self._files.stored()), None)
 
     def newest_verified(self, *, max_skipped: int = 8) -> WeightUpdateManifest | None:
         """The newest version whose every byte is what was published, or None if there is none yet.
@@ -196,10 +188,9 @@ class FilesTensorBridge(TensorBridge):
 
         """
         num_left = checked_count("max_skipped", max_skipped + 1)
-        assert isinstance(self._transport, Files)
-        if self._transport.is_empty():
+        if self._files.is_empty():
             return None
-        for _, manifest in self._stored():
+        for _, manifest in self._files.stored():
             number = manifest.weight_version
             if self.consumer.order.has_rejected(manifest):
                 _LOG.warning("version %d is skipped: it was rejected here before", number)
@@ -213,12 +204,11 @@ class FilesTensorBridge(TensorBridge):
             num_left -= 1
             if not num_left:
                 break
-        msg = (
-            f"{self._transport.store} has versions, or parts of some, expected a whole one among "
+        raise VersionNotFound(
+            f"{self._files.store} has versions, or parts of some, expected a whole one among "
             f"the newest {max_skipped + 1}, got none: the log says what is wrong with each. Look "
             "with `rl-bridge files verify`, raise max_skipped, or name another store."
         )
-        raise VersionNotFound(msg)
 
     def watch(
         self, *, timeout_s: float = 600.0, every_s: float = 0.5
@@ -239,8 +229,7 @@ class FilesTensorBridge(TensorBridge):
                 over and the last one could not; one that fails in between is logged.
 
         """
-        assert isinstance(self._transport, Files)
-        return self._transport.watch(timeout_s=timeout_s, every_s=every_s)
+        return self._files.watch(timeout_s=timeout_s, every_s=every_s)
 
     def keep(self, update: UpdateRef, is_kept: bool = True) -> None:  # noqa: FBT001, FBT002 - reads as it is said
         """Have a version stay, whatever any publisher's `keep_last` says; False lets it go again.
@@ -258,12 +247,12 @@ class FilesTensorBridge(TensorBridge):
             WeightBridgeUnavailableError: the directory cannot be read or written.
 
         """
-        assert isinstance(self._transport, Files)
-        self._transport.keep(update_id_of(update, caller="keep"), is_kept=is_kept)
+        self._files.keep(update_id_of(update, caller="keep"), is_kept=is_kept)
 
-    def _stored(self) -> Iterator[tuple[int, WeightUpdateManifest]]:
+    @property
+    def _files(self) -> Files:
         assert isinstance(self._transport, Files)
-        return self._transport.stored()
+        return self._transport
 
 
 class GroupBridge(TensorBridge):
@@ -279,11 +268,8 @@ class GroupBridge(TensorBridge):
         wanted: Wanted | WantedLayout | None = None,
         *,
         source_worker: str = "rollout",
-        source_rank: int = 0,
-        observer: Observer | None = None,
         transports: Mapping[str, Mapping[str, object]] | None = None,
-        max_slots: int = 4,
-        num_threads: int | None = None,
+        **options: Any,
     ) -> None:
         """Configure; nothing is opened yet.
 
@@ -291,29 +277,21 @@ class GroupBridge(TensorBridge):
             wanted: what the engine holds: see `parallel`, `slices` and `everything`. None: every
                 tensor, whole.
             source_worker: this worker's name.
-            source_rank: its rank.
-            observer: called with every lifecycle transition.
             transports: name of a transport -> its options, for parts that need some, such as
                 ``{"shared-memory": {"directory": path}}``.
-            max_slots: most assembled versions held in memory at a time.
-            num_threads: threads that verify, copy and digest; None takes the usable cores.
+            options: as for `TensorBridge`, and ``max_slots`` (most assembled versions held in
+                memory at a time) and ``num_threads`` (that verify, copy and digest).
 
         Raises:
             TypeError: an option of the wrong type, or one that a part's transport does not have.
             ValueError: an option out of its range.
 
         """
-        super().__init__(
-            source_worker=source_worker,
-            source_rank=source_rank,
-            observer=observer,
-            wanted=wanted,
-            transports=transports,
-            max_slots=max_slots,
-            num_threads=num_threads,
-        )
+        options["transports"] = transports
+        super().__init__(source_worker=source_worker, wanted=wanted, **options)
 
     def _make_transport(self, options: Mapping[str, object]) -> Transport:
+        check_options(GroupTransport, options)
         given: Any = options["transports"]
         transports = _checked_transports({} if given is None else given)
         return GroupTransport.create(

@@ -36,7 +36,6 @@ from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
     DigestMismatch,
-    MalformedManifest,
     StaleUpdate,
     UnknownUpdate,
     WeightBridgeError,
@@ -45,7 +44,7 @@ from rl_bridge.errors import (
     describe,
     is_shortage,
 )
-from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
+from rl_bridge.lifecycle import OVER, Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue, plain
 from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, tensor_digest
@@ -65,8 +64,6 @@ REMEMBERED = 32
 # later version can make them superfluous. The oldest go when there are more.
 UNSEEN = 4096
 _ANY = b""
-_NUMBERS = frozenset({int, float})
-_OVER = frozenset({State.REJECTED, State.RELEASED})
 _REPORTED = frozenset({Event.VERIFY, Event.TEAR})
 # How often garbage is collected for the sake of a rejected update whose tensors live on.
 _COLLECTIONS = 2
@@ -80,7 +77,6 @@ class Order:
     """
 
     def __init__(self) -> None:
-        """Begin with no publisher known."""
         self._floors: dict[str, tuple[int, str]] = {}
         # Rejected above the floor, by id and header. An update of which only an altered manifest
         # was seen is rejected under that header alone; the empty header stands for any.
@@ -94,34 +90,29 @@ class Order:
             manifest: the update's.
             reason: why it was rejected, if that is still known.
 
-        Raises:
-            WeightUpdateRejectedError: it was rejected here.
-            StaleUpdate: it is not above the last acknowledged version of its publisher.
-
         """
         name = f"update {manifest.update_id} (version {manifest.weight_version})"
         if self.has_rejected(manifest):
             because = f": {reason}" if reason else ""
-            msg = f"weight {name} was rejected{because}. Publish again under a new version."
-            raise WeightUpdateRejectedError(msg)
+            raise WeightUpdateRejectedError(
+                f"weight {name} was rejected{because}. Publish again under a new version."
+            )
         # The floor itself may come again once it was released: after a loss, into a fresh engine.
         if self._is_below_floor(manifest):
-            msg = (
+            raise StaleUpdate(
                 f"{name} is stale: version {self._floors[manifest.publisher_id][0]} of publisher "
                 f"{manifest.publisher_id} was acknowledged here already. A late or replayed "
                 "manifest is never installed: get the publisher's latest one."
             )
-            raise StaleUpdate(msg)
 
     def check_newest(self, manifest: WeightUpdateManifest) -> None:
         """Refuse to acknowledge an update that a later one has overtaken since its import."""
         if self._is_below_floor(manifest):
-            msg = (
+            raise StaleUpdate(
                 f"cannot acknowledge version {manifest.weight_version}: version "
                 f"{self._floors[manifest.publisher_id][0]} of publisher {manifest.publisher_id} "
                 "was acknowledged already, and versions only grow. Reject or release it."
             )
-            raise StaleUpdate(msg)
 
     def _is_below_floor(self, manifest: WeightUpdateManifest) -> bool:
         floor = self._floors.get(manifest.publisher_id)
@@ -235,7 +226,7 @@ class Consumer:
             observer: called with every lifecycle transition.
             wanted: what is assembled of a version of several parts; None: every tensor, whole.
             max_slots: most versions that were assembled here and are held at a time.
-            num_threads: threads that assemble it; None takes the usable cores.
+            num_threads: threads that assemble it; None takes the usable cores, at most 8.
 
         Raises:
             TransportUnavailable: the transport is blocked here.
@@ -463,12 +454,11 @@ class Consumer:
             record = self._updates.get(manifest.update_id)
             held = None if record is None else record.attachment
             if record is None or held is None or not isinstance(record.scope, Scope):
-                msg = (
+                raise StaleUpdate(
                     f"version {manifest.weight_version} (update {manifest.update_id}) was released "
                     "here before its bytes were asked for: only the engine's own processes have "
                     "read it. Import the publisher's latest manifest."
                 )
-                raise StaleUpdate(msg)
             scope = record.scope
             attachment = self._attach_rest(record, manifest, held)
             try:
@@ -494,11 +484,10 @@ class Consumer:
             held == scope or (isinstance(held, Scope) and isinstance(scope, Scope))
         ):
             what = "another part of it" if is_it else "from another manifest"
-            msg = (
+            raise WeightUpdateRejectedError(
                 f"update {manifest.update_id} is imported already, {what}. "
                 "Import the one that its publisher sent, or release the update first."
             )
-            raise WeightUpdateRejectedError(msg)
         if held is Scope.LEASE:
             if scope is Scope.LEASE:
                 return self._tensors_of(known, manifest, attachment)
@@ -615,7 +604,10 @@ class Consumer:
             record = self._record(update_id, "acknowledge update before import_update succeeds")
             # What cannot travel is refused before anything changes. A caller that installs by
             # himself vouches for one thing: that the imported bytes were verified.
-            evidence, timings = _checked_evidence(proof or {"method": "import"}, timings_ms or {})
+            given = {phase: float(ms) for phase, ms in (timings_ms or {}).items()}
+            told = {"proof": proof or {"method": "import"}, "timings_ms": given}
+            sent = plain(told, where="acknowledge")
+            evidence, timings = sent["proof"], sent["timings_ms"]
             manifest = record.manifest
             if manifest is not None and Event.ACKNOWLEDGE in record.lifecycle.moves:
                 self.order.check_newest(manifest)
@@ -695,8 +687,7 @@ class Consumer:
     def check_open(self) -> None:
         """Refuse to go on once it was closed."""
         if self._is_closed:
-            msg = "this consumer is closed. Make a new bridge."
-            raise BridgeClosed(msg)
+            raise BridgeClosed("this consumer is closed. Make a new bridge.")
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -709,11 +700,10 @@ class Consumer:
     def _record(self, update_id: str, purpose: str) -> _Update:
         record = self._updates.get(update_id)
         if record is None:
-            msg = (
+            raise UnknownUpdate(
                 f"cannot {purpose}: unknown weight update {update_id}. Call "
                 "import_update(manifest) first."
             )
-            raise UnknownUpdate(msg)
         return record
 
     def _new_record(
@@ -736,7 +726,7 @@ class Consumer:
         self._updates[update_id] = record
         surplus = len(self._updates) - REMEMBERED
         for old in list(self._updates) if surplus > 0 else ():
-            if surplus > 0 and self._updates[old].lifecycle.state in _OVER:
+            if surplus > 0 and self._updates[old].lifecycle.state in OVER:
                 del self._updates[old]
                 surplus -= 1
         return record
@@ -810,7 +800,6 @@ class PlainConsumer:
     """
 
     def __init__(self, bridge: WeightConsumer) -> None:
-        """Pass the verbs on to `bridge`."""
         self._bridge = bridge
         self._acknowledged: str | None = None
 
@@ -885,7 +874,6 @@ class LazyTensors(ImportedTensors):
         attachment: Attachment,
         consumer: "weakref.ref[Consumer]",
     ) -> None:
-        """Look at what was attached; nothing is read."""
         super().__init__(attachment.tensors.table, attachment.tensors.held)
         self._manifest = manifest
         self._attachment = attachment
@@ -908,11 +896,10 @@ class LazyTensors(ImportedTensors):
         if self._attachment.is_part:
             consumer = self._consumer()
             if consumer is None:
-                msg = (
+                raise BridgeClosed(
                     f"version {self._manifest.weight_version} cannot be fetched: the bridge that "
                     "imported it is gone. Keep it as long as tensors of the update are asked for."
                 )
-                raise BridgeClosed(msg)
             self._attachment = consumer.read_late(self._manifest)
             self.held = self._attachment.tensors.pin
         else:
@@ -936,7 +923,6 @@ class ImportedShare(ImportedTensors):
     def __init__(
         self, manifest: WeightUpdateManifest, attachment: Attachment, needs: PartNeeds
     ) -> None:
-        """Look at what was attached and verified."""
         super().__init__(manifest.table, attachment.tensors.pin)
         self._manifest = manifest
         self._attachment = attachment
@@ -985,44 +971,6 @@ class ImportedShare(ImportedTensors):
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _checked_evidence(
-    proof: Mapping[str, JSONValue], timings_ms: Mapping[str, float]
-) -> tuple[dict[str, JSONValue], dict[str, float]]:
-    """Copies of what an acknowledgement carries, in plain JSON values."""
-    try:
-        timings = {phase: float(ms) for phase, ms in timings_ms.items()}
-    except (TypeError, ValueError) as error:
-        msg = (
-            f"timings_ms must map phases to milliseconds, got {dict(timings_ms)!r}: {error}. Leave "
-            "out what has no duration."
-        )
-        raise MalformedManifest(msg) from error
-    copied = plain({"proof": proof, "timings_ms": timings}, where="acknowledge")
-    try:
-        _encode_texts(copied)
-    except UnicodeEncodeError as error:
-        msg = (
-            f"acknowledge: {error.object[error.start : error.end]!r} is half of a surrogate pair, "
-            "which no report can carry. Leave it out of proof and timings_ms, or replace it: "
-            'text.encode("utf-8", "replace").decode().'
-        )
-        raise MalformedManifest(msg) from error
-    return copied["proof"], copied["timings_ms"]
-
-
-def _encode_texts(value: JSONValue) -> None:
-    """Encode every text in a JSON value, its keys included, for the error of one that cannot be."""
-    if isinstance(value, str):
-        value.encode()
-    elif isinstance(value, dict | list):
-        if isinstance(value, dict):
-            "".join(value).encode()
-            value = value.values()
-        for item in value:
-            if type(item) not in _NUMBERS:
-                _encode_texts(item)
-
-
 def _require_bytes(manifest: WeightUpdateManifest, attachment: Attachment) -> None:
     """Read every byte, and compare with the manifest."""
     manifest = attachment.tensors.manifest or manifest
@@ -1037,11 +985,10 @@ def _require_part(manifest: WeightUpdateManifest, attachment: Attachment, needs:
     """Read some ranges of an update, and compare with the manifest."""
     pin = attachment.tensors.pin
     if pin.place is not CPU_PLACE:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"version {manifest.weight_version} arrived on {pin.place.device}, where no part of an "
             "update can be verified alone. Let it arrive in memory of the CPU."
         )
-        raise WeightBridgeUnavailableError(msg)
     needs.verify(manifest, pin.address, num_threads=attachment.num_threads)
 
 
@@ -1055,28 +1002,23 @@ def require_header(
         attachment: those bytes.
         binds_header: the transport's word that a header is sealed with them.
 
-    Raises:
-        DigestMismatch: another header was sealed, or none although one has to be.
-
     """
     sealed = _sealed_header(attachment)
     if binds_header and not sealed:
-        msg = (
+        raise DigestMismatch(
             f"version {manifest.weight_version}: no header was sealed with the bytes of update "
             f"{manifest.update_id}, expected {manifest.header_digest.hex()}: nobody can tell "
             "whether the manifest was changed on its way. Use the same release of rl_bridge on "
             "both sides, and publish again."
         )
-        raise DigestMismatch(msg)
     if sealed and sealed != manifest.header_digest:
         in_groups = "; a part of a group comes with its group: import that"
-        msg = (
+        raise DigestMismatch(
             f"version {manifest.weight_version}: the manifest's header (weight_version, metadata, "
             "source_worker, source_rank, created_at, handle) was changed on its way: its digest is "
             f"{manifest.header_digest.hex()}, expected {sealed.hex()}. Import the manifest as it "
             f"was published{in_groups if manifest.weight_layout.world_size > 1 else ''}."
         )
-        raise DigestMismatch(msg)
 
 
 def _sealed_header(attachment: Attachment) -> bytes:

@@ -24,12 +24,11 @@ from rl_bridge.errors import (
     describe,
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
-from rl_bridge.lifecycle import Event, State
-from rl_bridge.manifest.compare import Watch
+from rl_bridge.lifecycle import OVER, Event, State
+from rl_bridge.manifest.compare import Policy, Watch
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 _LOG = logging.getLogger(__name__)
-_OVER = frozenset({State.REJECTED, State.RELEASED})
 _TEARABLE = frozenset({State.STAGED, State.INSTALLED})
 
 
@@ -63,11 +62,12 @@ class Acknowledgement:
 class InstalledUpdate(Acknowledgement, Mapping[str, torch.Tensor]):
     """What `update_weights` returns: the acknowledgement, and the update's tensors by name.
 
-    It is true, whether or not the tensors are here: the update is installed.
+    It is true, whether or not the tensors are here: the update is installed. It equals every
+    acknowledgement that says the same.
 
     Attributes:
         tensors: the imported mapping, which this is, too; None where another process installed the
-            update. Then its tensors cannot be asked for.
+            update. Then asking for names or tensors is a `WeightBridgeUnavailableError`.
 
     """
 
@@ -82,70 +82,40 @@ class InstalledUpdate(Acknowledgement, Mapping[str, torch.Tensor]):
         return cls(**told, tensors=tensors)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """One tensor.
-
-        Raises:
-            KeyError: the update has none of that name.
-            WeightBridgeUnavailableError: another process installed the update.
-
-        """
         return self._here()[name]
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether the update has a name, without reading its tensor.
-
-        Raises:
-            WeightBridgeUnavailableError: another process installed the update.
-
-        """
-        return name in self._here()
+        return name in self._here()  # without reading its tensor
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate the names.
-
-        Raises:
-            WeightBridgeUnavailableError: another process installed the update.
-
-        """
         return iter(self._here())
 
     def __len__(self) -> int:
-        """Count the names.
-
-        Raises:
-            WeightBridgeUnavailableError: another process installed the update.
-
-        """
         return len(self._here())
 
     def __bool__(self) -> bool:
-        """It is installed."""
         return True
 
     def __eq__(self, other: object) -> bool:
-        """Compare acknowledgements; where the tensors are makes no difference."""
         if not isinstance(other, Acknowledgement):
             return NotImplemented
         told = (item.name for item in fields(Acknowledgement))
         return all(getattr(self, name) == getattr(other, name) for name in told)
 
     def __hash__(self) -> int:
-        """Hash the update's id."""
         return hash(self.update_id)
 
     def __repr__(self) -> str:
-        """Say what was installed, and where its tensors are."""
         held = "tensors in another process" if self.tensors is None else repr(self.tensors)
         return f"<version {self.weight_version} installed: proof by {self.proof.method}, {held}>"
 
     def _here(self) -> Mapping[str, torch.Tensor]:
         if self.tensors is None:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"version {self.weight_version} was installed by another process, which has its "
                 "tensors, expected one that this process imported: here are its proof, root and "
                 "timings. Import the manifest over a bridge of this process to get its tensors."
             )
-            raise WeightBridgeUnavailableError(msg)
         return self.tensors
 
 
@@ -176,7 +146,7 @@ class EngineState:
         update_id: the active update; None before the first and after its release.
         weights: its imported mapping; empty before the first and after its release.
         last_ack: what the last acknowledged update left behind.
-        watch: what its updates have been so far, if the executor looks at that.
+        watch: what its updates have been so far.
         torn_by: the updates that tore it, each with the reason, the last one last.
         losses: of the engine, whichever of its streams notices them.
 
@@ -186,6 +156,7 @@ class EngineState:
         self,
         bridge: TensorBridge | PlainConsumer,
         adapter: TransactionalAdapter,
+        suspicious: Policy,
         losses: Losses | None = None,
     ) -> None:
         """Begin with an engine of which nothing is known; another stream's `losses` are its own."""
@@ -197,7 +168,7 @@ class EngineState:
         self.update_id: str | None = None
         self.weights: Mapping[str, torch.Tensor] = {}
         self.last_ack: Acknowledgement | None = None
-        self.watch = Watch()
+        self.watch = Watch(suspicious)
         self._uncommitted: str | None = None  # why the adapter did not commit the active version
         self._superseded: dict[str, None] = {}  # were active, and are still to be released
         self.torn_by: dict[str, tuple[WeightUpdateManifest, str]] = {}
@@ -240,11 +211,10 @@ class EngineState:
         """Refuse to serve what is no verified version. See `RolloutExecutor`."""
         if self.is_torn:
             manifest, reason = self.last_torn
-            msg = (
+            raise TornEngine(
                 f"the engine is torn by version {manifest.weight_version}: {reason}. "
                 "Call recover(), or install a later version in full."
             )
-            raise TornEngine(msg)
         self.check_there()
         if self.active is None:
             msg = "the engine has no verified version yet. Install one with update_weights first."
@@ -253,19 +223,13 @@ class EngineState:
             raise WeightBridgeUnavailableError(msg)
 
     def check_there(self) -> None:
-        """Refuse to speak for an engine that was gone when it was asked last.
-
-        Raises:
-            EngineLost: it was, and nothing has answered for it since.
-
-        """
+        """Refuse to speak for an engine that was gone when it was asked last."""
         if self.is_lost:
-            msg = (
+            raise EngineLost(
                 "the engine was lost when it was asked last, and what it holds is not known. Call "
                 "recover(), which asks it again; or start a fresh engine, and install the current "
                 "version in it."
             )
-            raise EngineLost(msg)
 
     # ---- what became of an update ---------------------------------------------------------------
 
@@ -287,7 +251,7 @@ class EngineState:
         self.changing, self._is_taken = None, False
         if self.losses.count:
             # An engine that was started anew in between holds nothing of the other streams.
-            self._note_answer(is_same=not self.adapter.is_overtaken)
+            self.note_answer(is_same=not self.adapter.is_overtaken)
         self.torn_by.pop(manifest.update_id, None)
         steps: dict[str, Callable[[], object]] = {"undo": self.note_healed, "commit": self._commit}
         for update_id in self._superseded:
@@ -345,7 +309,7 @@ class EngineState:
         if isinstance(error, EngineLost):
             self.note_lost(error)
         else:
-            self._note_answer(is_same=not self.adapter.is_overtaken)
+            self.note_answer(is_same=not self.adapter.is_overtaken)
         add_note(error, f"version {manifest.weight_version} was {what}; {self._held()}")
 
     def note_torn(self, manifest: WeightUpdateManifest, reason: str) -> None:
@@ -364,18 +328,14 @@ class EngineState:
             self._reject(manifest, "it had torn the engine")
             del self.torn_by[manifest.update_id]
 
-    def note_there(self) -> None:
-        """The engine has answered, and is the one whose versions these are."""
-        self._note_answer(is_same=True)
-
     def note_lost(self, error: EngineLost) -> None:
         """The engine was gone, for all of its streams; or it answered, and refused this driver."""
         if isinstance(error, SessionRefused):
-            self._note_answer(is_same=False)
+            self.note_answer(is_same=False)
         else:
             self.losses.count += 1
 
-    def _note_answer(self, *, is_same: bool) -> None:
+    def note_answer(self, *, is_same: bool) -> None:
         """The engine has answered this stream; where it is the same as before, to all of them."""
         self._seen = self.losses.count
         if is_same:
@@ -386,7 +346,7 @@ class EngineState:
         if self.active is not None:
             _LOG.warning("version %d is not in the engine any more", self.active.weight_version)
         update_id, self.active, self._uncommitted, self._is_taken = self.update_id, None, None, True
-        self._note_answer(is_same=False)
+        self.note_answer(is_same=False)
         if update_id is not None:
             try:
                 self.release(update_id)  # at once: the engine may need it again
@@ -409,12 +369,11 @@ class EngineState:
         self.adapter.undo()
         self.check_owner()
         if self._uncommitted is not None and self.active is not None:
-            msg = (
+            raise TornEngine(
                 f"the adapter's commit of version {self.active.weight_version} had failed "
                 f"({self._uncommitted}), so its undo may lead back to the version before. Mend "
                 "commit(), and install a later version in full."
             )
-            raise TornEngine(msg)
 
     def check_owner(self) -> None:
         """If another driver has updated the engine, none of our versions is active any more."""
@@ -452,7 +411,7 @@ class EngineState:
     def _reject(self, manifest: WeightUpdateManifest, reason: str) -> None:
         """Tell the bridge. The engine is as it should be, whatever the bridge makes of it."""
         state = self.consumer.state(manifest.update_id)
-        if state in _OVER:
+        if state in OVER:
             return  # by an observer, or a trainer that shares the bridge
         try:
             if state is State.TORN:

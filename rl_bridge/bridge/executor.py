@@ -12,7 +12,8 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, cast
 
 import torch
 
@@ -42,6 +43,7 @@ from rl_bridge.installers.base import (
     InstallProof,
     TransactionalAdapter,
     WeightInstallAdapter,
+    kind_of,
     require_plain,
 )
 from rl_bridge.installers.wrapped import Version, as_transactional
@@ -84,7 +86,7 @@ class RolloutExecutor:
             suspicious: what to do about updates that cannot be what was meant, as for a bridge
                 (`TensorBridge`). Off: the publisher looks for them, and says it once.
             num_threads: threads that copy and digest where an adapter without ``undo`` or ``prove``
-                leaves that to the executor; None takes the usable cores.
+                leaves that to the executor; None takes the usable cores, at most 8.
 
         Raises:
             TypeError: an adapter without ``install`` or ``release``.
@@ -110,7 +112,7 @@ class RolloutExecutor:
         bridge = (
             self.bridge if isinstance(self.bridge, TensorBridge) else PlainConsumer(self.bridge)
         )
-        self._engine = EngineState(bridge, adapter)
+        self._engine = EngineState(bridge, adapter, self._suspicious)
         # The same engine as far as one LoRA adapter goes, by the adapter's name.
         self._lora: dict[str, EngineState] = {}
         self._acknowledged = self._engine  # which of them was updated last
@@ -164,11 +166,10 @@ class RolloutExecutor:
             raise in_a_child("executor")
         with self._lock:
             if self._engine.busy.locked():
-                msg = (
+                raise WeightUpdateRejectedError(
                     f"{_name(given)}: {caller} was called from inside an update (an observer, a "
                     "hook of the adapter). Call it when that one is over."
                 )
-                raise WeightUpdateRejectedError(msg)
             with self._engine.busy:
                 self._check_open()
                 yield
@@ -178,7 +179,6 @@ class RolloutExecutor:
         self._give_up_pending()
         spec = manifest.adapter
         engine = self._engine if spec is None else self._lora_state(spec.name)
-        consumer = engine.consumer
         name = f"version {manifest.weight_version} (update {manifest.update_id})"
         if manifest.update_id == engine.update_id:
             msg = f"{name} is active already. Publish a later version."
@@ -194,18 +194,15 @@ class RolloutExecutor:
                     "later version in full."
                 )
             raise StaleUpdate(msg)
-        known_as = consumer.state(manifest.update_id)
+        known_as = engine.consumer.state(manifest.update_id)
         if known_as is State.ACKNOWLEDGED:
             # Another user of this bridge says that another engine has it: that stands.
-            msg = (
+            raise StaleUpdate(
                 f"{name} is acknowledged on this bridge already, and not what this executor's "
                 "engine holds. Publish a later version, or call the bridge's release_imported() "
                 "with it and try again."
             )
-            raise StaleUpdate(msg)
-        self._pending = Transaction(
-            manifest, engine, consumer, known_as=known_as, suspicious=self._suspicious
-        )
+        self._pending = Transaction(manifest, engine, known_as)
         return self._pending
 
     def _give_up_pending(self) -> None:
@@ -247,7 +244,8 @@ class RolloutExecutor:
         """
         if name not in self._lora:
             adapter = self._engine.adapter.for_adapter(name)
-            made = EngineState(self._engine.bridge, adapter, self._engine.losses)
+            engine = self._engine
+            made = EngineState(engine.bridge, adapter, self._suspicious, engine.losses)
             made.busy = self._engine.busy  # there is one engine
             self._lora[name] = made
         return self._lora[name]
@@ -332,8 +330,9 @@ class RolloutExecutor:
         with self._between_updates() as is_inside:
             self._check_open()
             if is_inside:
-                msg = f"adapter {adapter!r} is not dropped within an update. Call it afterwards."
-                raise WeightUpdateRejectedError(msg)
+                raise WeightUpdateRejectedError(
+                    f"adapter {adapter!r} is not dropped within an update. Call it afterwards."
+                )
             engine = self._lora.get(adapter) or self._lora_of_others(adapter)
             with _losses_noted(engine):
                 engine.adapter.drop_versions(timeout_s)
@@ -369,11 +368,10 @@ class RolloutExecutor:
     def _installed_lora(self, adapter: str) -> EngineState:
         engine = self._lora.get(adapter)
         if engine is None:
-            msg = (
+            raise UnknownUpdate(
                 f"this executor has installed no LoRA adapter {adapter!r}, expected one of "
                 f"{sorted(self._lora)}. Install a version of it with update_weights first."
             )
-            raise UnknownUpdate(msg)
         return engine
 
     def check_servable(self) -> None:
@@ -475,17 +473,14 @@ class RolloutExecutor:
             self._is_closed = True
 
     def __enter__(self) -> Self:
-        """Use as a context manager."""
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        """Close."""
         self.close()
 
     def _check_open(self) -> None:
         if self._is_closing:
-            msg = "this executor is closed. Make a new one."
-            raise BridgeClosed(msg)
+            raise BridgeClosed("this executor is closed. Make a new one.")
 
 
 def _is_offered(engine: EngineState) -> bool:
@@ -509,7 +504,7 @@ def _recover(engine: EngineState, *, is_inside: bool) -> None:
             engine.note_healed()
             engine.note_taken()
         elif not is_inside:
-            engine.note_there()
+            engine.note_answer(is_same=True)
     if not engine.is_torn:
         engine.check_owner()
         return
@@ -517,12 +512,11 @@ def _recover(engine: EngineState, *, is_inside: bool) -> None:
     try:
         engine.undo()
     except Exception as error:
-        msg = (
+        raise TornEngine(
             f"recover: the undo of version {manifest.weight_version} failed again: "
             f"{describe(error)}. The engine must not serve: mend the cause and call "
             "recover() once more, or install a later version in full."
-        )
-        raise TornEngine(msg) from error
+        ) from error
     engine.note_healed()
 
 
@@ -546,9 +540,14 @@ class TwoPhaseExecutor(RolloutExecutor):
 
     @deferred_interrupts()
     def import_weights(
-        self, manifest: WeightUpdateManifest | str | bytes
+        self, manifest: WeightUpdateManifest | str | bytes, *, reads: bool = True
     ) -> Mapping[str, torch.Tensor]:
         """Import an update and verify every byte; the engine is not asked.
+
+        Args:
+            manifest: the update's manifest, or its text.
+            reads: False leaves the bytes to `prepare_weights` where the engine's own processes
+                read and verify them.
 
         Returns:
             The imported mapping, name -> tensor.
@@ -559,7 +558,7 @@ class TwoPhaseExecutor(RolloutExecutor):
         """
         with self._exclusively("import_weights", manifest):
             update = self._begin(WeightUpdateManifest.of(manifest, caller="import_weights"))
-            update.run(update.bring_all)
+            update.run(partial(update.bring, reads=reads))
             return update.tensors
 
     @deferred_interrupts()
@@ -575,8 +574,9 @@ class TwoPhaseExecutor(RolloutExecutor):
         """
         with self._on("prepare_weights", update) as pending:
             if pending.step is Step.PREPARED:
-                msg = f"{pending.name} is prepared already. Call commit_weights or abort_weights."
-                raise IllegalTransition(msg)
+                raise IllegalTransition(
+                    f"{pending.name} is prepared already. Call commit_weights or abort_weights."
+                )
             pending.run(pending.stage)
 
     @deferred_interrupts()
@@ -596,8 +596,9 @@ class TwoPhaseExecutor(RolloutExecutor):
         """
         with self._on("commit_weights", update) as pending:
             if pending.step is not Step.PREPARED:
-                msg = f"{pending.name} is imported and not prepared. Call prepare_weights first."
-                raise IllegalTransition(msg)
+                raise IllegalTransition(
+                    f"{pending.name} is imported and not prepared. Call prepare_weights first."
+                )
             pending.run(pending.install, pending.activate)
             self._acknowledged = pending.engine
             assert pending.result is not None  # it came through
@@ -621,27 +622,20 @@ class TwoPhaseExecutor(RolloutExecutor):
         with self._exclusively(caller, update):
             pending = self._pending
             if pending is None or self.pending_weight_update_id != update_id:
-                msg = (
+                raise UnknownUpdate(
                     f"{caller}: update {update_id} is not on its way here, expected "
                     f"{self.pending_weight_update_id}. Import its manifest first."
                 )
-                raise UnknownUpdate(msg)
             yield pending
 
 
 def require_two_phase(executor: object) -> None:
-    """Refuse an executor that cannot stop between its steps.
-
-    Raises:
-        TypeError: it is another one, or none.
-
-    """
+    """Refuse an executor that cannot stop between its steps."""
     if not isinstance(executor, TwoPhaseExecutor):
-        msg = (
+        raise TypeError(
             f"executor is a {type(executor).__name__}, expected a TwoPhaseExecutor. Make one with "
             "rl_bridge.remote.TwoPhaseExecutor, which takes the same arguments."
         )
-        raise TypeError(msg)
 
 
 # ---- what an executor is given -------------------------------------------------------------------
@@ -650,49 +644,31 @@ _VERBS = ("import_update", "acknowledge", "reject", "release")
 
 
 def _checked_bridge(given: object) -> WeightConsumer:
-    """The consumer's bridge as it was given.
-
-    Raises:
-        TypeError: it is none: the name of a transport, a class, an object that cannot import.
-
-    """
-    if isinstance(given, type):
-        what, remedy = f"the class {given.__name__}", "Make an object of it"
-    elif isinstance(given, str):
-        what = f"the str {given!r}"
-        remedy = f"Pass make_weight_bridge({given!r}), or weight_transport={given!r} instead"
-    elif isinstance(given, WeightConsumer) and all(callable(getattr(given, v)) for v in _VERBS):
-        for verb in _VERBS:
-            require_plain(getattr(given, verb), f"weight_bridge: {type(given).__name__}.{verb}")
-        return given
-    else:
-        lacking = [verb for verb in _VERBS if not callable(getattr(given, verb, None))]
-        what = f"a {type(given).__name__}, which has no {' and no '.join(lacking)}"
-        remedy = "Pass what make_weight_bridge returned"
-    msg = f"weight_bridge: got {what}, expected a consumer's bridge. {remedy}."
-    raise TypeError(msg)
+    """The consumer's bridge as it was given."""
+    lacking = [verb for verb in _VERBS if not callable(getattr(given, verb, None))]
+    if lacking or isinstance(given, type):
+        raise TypeError(
+            f"weight_bridge: got {kind_of(given)}, expected a consumer's bridge, which can "
+            f"{', '.join(lacking or _VERBS)}. Pass what make_weight_bridge returned."
+        )
+    for verb in _VERBS:
+        require_plain(getattr(given, verb), f"weight_bridge: {type(given).__name__}.{verb}")
+    return cast("WeightConsumer", given)
 
 
 def _sealed_initial(
     adapter: WeightInstallAdapter | TransactionalAdapter | None,
     weights: Mapping[str, torch.Tensor] | torch.nn.Module | None,
 ) -> Version | None:
-    """Copy the initial weights into a version of their own, for the undo of the first update.
-
-    Raises:
-        ValueError: this adapter would never use them.
-        WeightBridgeError: tensors that cannot be copied.
-
-    """
+    """Copy the initial weights into a version of their own, for the undo of the first update."""
     if weights is None:
         return None
     if adapter is None or callable(getattr(adapter, "undo", None)):
         who = "there is no adapter" if adapter is None else f"{type(adapter).__name__} has an undo"
-        msg = (
+        raise ValueError(
             f"initial_weights= would never be used: {who}. They are for adapters without undo(), "
             "whose first update is undone by installing them. Leave them out."
         )
-        raise ValueError(msg)
     with make_weight_bridge("local-clone", source_worker="initial") as bridge:
         manifest = bridge.publish(weights, weight_version=0)
         # They outlive the bridge, and are the only copy then.
@@ -703,7 +679,6 @@ class _NoEngine(TransactionalAdapter):
     """The adapter of an executor that was given none: the imported mapping is what serves."""
 
     def __init__(self) -> None:
-        """Begin without an update."""
         self._proof = InstallProof(method="unproven")
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -86,6 +86,7 @@ class _Published:
     manifest: WeightUpdateManifest
     lifecycle: Lifecycle
     timings_ms: Mapping[str, float]
+    group_id: str = ""  # the update of several parts that it is one of
 
 
 class Publisher:
@@ -96,8 +97,6 @@ class Publisher:
         publisher_id: names this stream of versions.
         last_version: the version that was used up last, also by a publication that was withdrawn.
         latest: the manifest that was published last.
-        suspicious: what to do about a suspicious update.
-        nonfinite: what to do about NaN and Inf.
 
     """
 
@@ -131,9 +130,9 @@ class Publisher:
             raise
         self._source_worker = source_worker
         self._source_rank = source_rank
-        self.suspicious, self.nonfinite = suspicious, nonfinite
+        self._nonfinite = nonfinite
         self._told_non_finite: tuple[str, ...] = ()
-        self._watch = Watch()
+        self._watch = Watch(suspicious)
         self._observer = observer
         self._lock = threading.RLock()  # reentrant: an observer may call this publisher
         self._turns = threading.Condition(self._lock)
@@ -145,11 +144,6 @@ class Publisher:
         self.latest: WeightUpdateManifest | None = None
         self._updates: OrderedDict[str, _Published] = OrderedDict()
         self._is_closed = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that published updates take."""
-        return self.end.nbytes
 
     @property
     def leaf_list(self) -> bytes:
@@ -214,7 +208,7 @@ class Publisher:
                 carried = self.end.carry(plan, given.tensors, update_id)
                 sealed = time.perf_counter()
                 try:
-                    self._look_at_numbers(plan.non_finite, weight_version)
+                    self._look_at_numbers(plan.non_finite, weight_version, dtype)
                     manifest = WeightUpdateManifest(
                         update_id=update_id,
                         publisher_id=self.publisher_id,
@@ -230,7 +224,7 @@ class Publisher:
                     )
                     self.end.seal_header(update_id, manifest.header_digest)
                     if not is_part:
-                        self._watch.judge(self.suspicious, manifest)
+                        self._watch.judge(manifest)
                     _LOG.info(
                         "publishing version %d: %d tensors, %d bytes, %.1f ms so far, update %s",
                         weight_version,
@@ -262,7 +256,7 @@ class Publisher:
                 self._updates[update_id] = _Published(manifest, lifecycle, timings)
                 self.last_version, self.latest = weight_version, manifest
                 if not is_part:
-                    self._watch.note(self.suspicious, manifest)
+                    self._watch.note(manifest)
                 lifecycle.fire(Event.PUBLISH)
                 if not is_part:
                     self.release_older(keep, given.spec)
@@ -314,12 +308,19 @@ class Publisher:
         """
         with self._turn():
             self.manifest(update_id)
+            self._updates[update_id].group_id = group.update_id
             self.end.join_group(update_id, group)
 
     def show_group(self, update_id: str) -> None:
         """Let those find a group who look for versions themselves: all ranks have published it."""
         with self._turn():
             self.end.show_group(update_id)
+
+    def own_id(self, update_id: str) -> str:
+        """The id by which an update was published here: of one of several parts, its own part's."""
+        with self._lock:
+            known = self._updates.items()
+            return next((own for own, one in known if one.group_id == update_id), update_id)
 
     def state(self, update_id: str) -> State | None:
         """Fine state of an update; None if it is not one of those remembered here."""
@@ -330,8 +331,9 @@ class Publisher:
         """The manifest of an update."""
         record = self._updates.get(update_id)
         if record is None:
-            msg = f"unknown weight update {update_id}: this publisher did not publish it."
-            raise UnknownUpdate(msg)
+            raise UnknownUpdate(
+                f"unknown weight update {update_id}: this publisher did not publish it."
+            )
         return record.manifest
 
     def timings_ms(self, update_id: str) -> dict[str, float]:
@@ -372,26 +374,30 @@ class Publisher:
                 trainable,
                 place=self.end.place,
                 columns=self.end.columns,
-                looks=self.nonfinite is not Policy.OFF,
+                looks=self._nonfinite is not Policy.OFF,
                 dtype=dtype,
             )
         return self._plan
 
-    def _look_at_numbers(self, found: tuple[str, ...], weight_version: int) -> None:
-        """Refuse NaN and Inf, or write a line where the version before had them in other tensors.
-
-        Raises:
-            SuspiciousUpdate: there is some, and the policy is to reject.
-
-        """
-        if found and (found != self._told_non_finite or self.nonfinite is Policy.REJECT):
+    def _look_at_numbers(
+        self, found: tuple[str, ...], weight_version: int, dtype: torch.dtype | None
+    ) -> None:
+        """Refuse NaN and Inf, or log them where the version before had them in other tensors."""
+        if found and (found != self._told_non_finite or self._nonfinite is Policy.REJECT):
+            cast = ""
+            if dtype is not None:
+                cast = (
+                    f"They were looked at behind the cast: numbers above "
+                    f"{torch.finfo(dtype).max:g} are Inf in {dtype}, for which another dtype= "
+                    "helps. If they were so before: "
+                )
             msg = (
                 f"version {weight_version}: {len(found)} tensors hold NaN or Inf, expected finite "
-                f"numbers: {some(found)}. Restore a checkpoint, and look at the loss and the "
+                f"numbers: {some(found)}. {cast}Restore a checkpoint, and look at the loss and the "
                 "gradients of the last steps. To publish it all the same, such as a mask of -inf, "
                 "make the bridge with nonfinite='off'."
             )
-            if self.nonfinite is Policy.REJECT:
+            if self._nonfinite is Policy.REJECT:
                 raise SuspiciousUpdate(msg)
             _LOG.warning("suspicious update: %s", msg)
         self._told_non_finite = found
@@ -445,8 +451,7 @@ class Publisher:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            msg = "this publisher is closed. Make a new bridge."
-            raise BridgeClosed(msg)
+            raise BridgeClosed("this publisher is closed. Make a new bridge.")
 
 
 def checked_version(given: object) -> int:
@@ -458,8 +463,9 @@ def checked_version(given: object) -> int:
     if version < 0 or version.bit_length() > _MOST_BITS:
         # (Python refuses to write integers of some thousand digits.)
         shown = repr(given) if version.bit_length() < 2 * _MOST_BITS else "of too many digits"
-        msg = f"weight_version {shown}: expected an int of 0 or more, below 2**{_MOST_BITS}."
-        raise MalformedManifest(msg)
+        raise MalformedManifest(
+            f"weight_version {shown}: expected an int of 0 or more, below 2**{_MOST_BITS}."
+        )
     return version
 
 

@@ -1,5 +1,6 @@
 """`TensorBridge`: a publisher and a consumer over one transport, behind one object."""
 
+import inspect
 import logging
 import os
 import threading
@@ -31,7 +32,6 @@ from rl_bridge.lifecycle import STATUS, Observer, State
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy, checked_policy
-from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import checked_count, checked_threads
 from rl_bridge.trainers.state_dict import Source
@@ -89,7 +89,7 @@ class TensorBridge:
         self.source_worker = checked_worker(source_worker)
         self.source_rank = checked_rank(source_rank)
         self._state_dir = checked_state_dir(state_dir)
-        self._suspicious = checked_policy("suspicious", suspicious)
+        self.suspicious = checked_policy("suspicious", suspicious)
         self._nonfinite = checked_policy("nonfinite", nonfinite)
         self._observer = checked_observer(observer)
         self._wanted = checked_wanted(wanted)
@@ -123,7 +123,7 @@ class TensorBridge:
                     source_worker=self.source_worker,
                     source_rank=self.source_rank,
                     state_dir=self._state_dir,
-                    suspicious=self._suspicious,
+                    suspicious=self.suspicious,
                     nonfinite=self._nonfinite,
                     observer=self._observer,
                 )
@@ -142,24 +142,23 @@ class TensorBridge:
         with self._lock:
             if self._consumer is None:
                 self._check_open()
-                self._consumer = self._make_consumer()
+                self._consumer = Consumer(
+                    self._transport,
+                    source_worker=self.source_worker,
+                    source_rank=self.source_rank,
+                    observer=self._observer,
+                    wanted=self._wanted,
+                    max_slots=self._max_slots,
+                    num_threads=self._num_threads,
+                )
             return self._consumer
-
-    def _make_consumer(self) -> Consumer:
-        return Consumer(
-            self._transport,
-            source_worker=self.source_worker,
-            source_rank=self.source_rank,
-            observer=self._observer,
-            wanted=self._wanted,
-            max_slots=self._max_slots,
-            num_threads=self._num_threads,
-        )
 
     def _make_transport(self, options: Mapping[str, object]) -> Transport:
         kind = transport_class(self.transport)
         check_options(kind, options)
         require_options(kind, options)
+        if "source_rank" in inspect.signature(kind).parameters:  # each rank has a place of its own
+            options = {"source_rank": self.source_rank, **options}
         return kind.create(**options)
 
     # ---- publishing -----------------------------------------------------------------------------
@@ -214,8 +213,8 @@ class TensorBridge:
             VersionNotMonotonic: the version is not above the last one.
             WeightBridgeUnavailableError: this transport cannot serve these tensors here.
             SlotsExhausted: consumers or unreleased updates hold every slot.
-            SuspiciousUpdate: NaN or Inf, or the second update in a row that changes nothing; with
-                ``suspicious="reject"`` whatever is suspicious.
+            SuspiciousUpdate: with ``suspicious="reject"`` whatever is suspicious, such as an update
+                that changes nothing; with ``nonfinite="reject"`` NaN or Inf.
             TypeError, ValueError: a `dtype` that holds no floating-point numbers; `keep` below 1.
 
         """
@@ -254,22 +253,14 @@ class TensorBridge:
             MalformedManifest: what is given names no update.
 
         """
-        update_id = self._published_id(update_id, caller="holders")
-        return [] if self._publisher is None else self._publisher.reports(update_id)
-
-    def _published_id(self, given: UpdateRef, *, caller: str) -> str:
-        """The id by which an update was published here: of one of several parts, its own part's."""
-        update = as_update(given, caller=caller)
-        if isinstance(update, GroupManifest) and self._publisher is not None:
-            own = self._publisher.publisher_id
-            ids = [part.update_id for part in update.parts if part.publisher_id == own]
-            return ids[0] if ids else update.update_id
-        return update if isinstance(update, str) else update.update_id
+        update_id = update_id_of(update_id, caller="holders")
+        publisher = self._publisher
+        return [] if publisher is None else publisher.reports(publisher.own_id(update_id))
 
     @property
     def published_nbytes(self) -> int:
         """Bytes of memory that published updates take on this side; 0 after `close`."""
-        return 0 if self._publisher is None else self._publisher.nbytes
+        return 0 if self._publisher is None else self._publisher.end.nbytes
 
     @property
     def publisher_id(self) -> str:
@@ -375,12 +366,11 @@ class TensorBridge:
         with self._lock:
             holder = None if self._owner is None else self._owner()
             if holder is not None and holder is not owner:
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"the {type(self).__name__} of worker {self.source_worker!r} serves another "
                     f"{type(holder).__name__} already, expected at most one. Make a bridge for "
                     "each, or close() the other one first."
                 )
-                raise WeightBridgeUnavailableError(msg)
             self._owner = weakref.ref(owner)
 
     def give_up(self, owner: object) -> None:
@@ -409,24 +399,23 @@ class TensorBridge:
             MalformedManifest: what is given names no update.
 
         """
-        published_id = self._published_id(update_id, caller="release")
         update_id = update_id_of(update_id, caller="release")
-        if self._is_unknown(update_id, published_id):
+        consumer, publisher = self._consumer, self._publisher
+        is_known = False
+        if consumer is not None:
+            is_known = consumer.state(update_id) is not None
+            consumer.release(update_id)
+        if publisher is not None:
+            own = publisher.own_id(update_id)
+            is_known = is_known or publisher.state(own) is not None
+            publisher.release(own)
+        if not is_known:
             _LOG.warning(
                 "release: this bridge of %r knows no update %s, so it released nothing. It is "
                 "another bridge's, or was released long ago.",
                 self.source_worker,
                 update_id,
             )
-        if self._consumer is not None:
-            self._consumer.release(update_id)
-        if self._publisher is not None:
-            self._publisher.release(published_id)
-
-    def _is_unknown(self, update_id: str, published_id: str) -> bool:
-        return (self._consumer is None or self._consumer.state(update_id) is None) and (
-            self._publisher is None or self._publisher.state(published_id) is None
-        )
 
     def update_status(self, update_id: UpdateRef) -> str:
         """One of the words: published, imported, acknowledged, rejected, released.
@@ -449,11 +438,10 @@ class TensorBridge:
             state = None if half is None else half.state(update_id)
             if state is not None:
                 return state
-        msg = (
+        raise UnknownUpdate(
             f"unknown weight update {update_id}: neither published nor imported here, or forgotten "
             "since. Ask with the update_id of a manifest that passed through this bridge."
         )
-        raise UnknownUpdate(msg)
 
     def rejection_reason(self, update_id: UpdateRef) -> str | None:
         """Why an update was rejected or torn here; None if it was not, or is unknown."""
@@ -482,25 +470,16 @@ class TensorBridge:
                     self._publisher.close()
 
     def __enter__(self) -> Self:
-        """Use as a context manager."""
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        """Close."""
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied.
-
-        Raises:
-            TypeError: always.
-
-        """
-        msg = (
+        raise TypeError(
             f"a {type(self).__name__} cannot be pickled or copied: its locks and memory belong to "
             "this process. Make one in each process, and send manifests between them (to_json)."
         )
-        raise TypeError(msg)
 
     def _check_process(self) -> None:
         # Before the lock is taken: at the fork, another thread of the parent may have held it. A
@@ -512,5 +491,4 @@ class TensorBridge:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            msg = f"this {type(self).__name__} is closed. Make a new one."
-            raise BridgeClosed(msg)
+            raise BridgeClosed(f"this {type(self).__name__} is closed. Make a new one.")

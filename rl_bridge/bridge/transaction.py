@@ -2,7 +2,8 @@
 
 `Transaction.step` is written before the step that it names is taken, and says what has to be taken
 back. An exception is taken back at once. What stops a call is not: a second Ctrl-C, or SystemExit.
-It leaves an engine torn whose install has begun, and an engine as it was whose install has not.
+It leaves an engine torn whose install has begun, and an engine as it was whose install has not. An
+update that is acknowledged stands.
 """
 
 import asyncio
@@ -16,7 +17,6 @@ from types import MappingProxyType
 
 import torch
 
-from rl_bridge.bridge.consumer import AnyConsumer
 from rl_bridge.bridge.engine_state import Acknowledgement, EngineState, InstalledUpdate
 from rl_bridge.errors import (
     ChecksumMismatch,
@@ -29,8 +29,7 @@ from rl_bridge.errors import (
     is_shortage,
 )
 from rl_bridge.installers.base import InstallProof
-from rl_bridge.lifecycle import Event, State
-from rl_bridge.manifest.compare import Policy
+from rl_bridge.lifecycle import OVER, Event, State
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.parts import Scope
 from rl_bridge.memory.views import ImportedTensors
@@ -38,7 +37,6 @@ from rl_bridge.memory.views import ImportedTensors
 _LOG = logging.getLogger(__name__)
 _NOT_IMPORTED: Mapping[str, torch.Tensor] = MappingProxyType({})
 _IMPORTED = frozenset({State.IMPORTED, State.VERIFIED})
-_OVER = frozenset({State.REJECTED, State.RELEASED})
 
 
 class Step(IntEnum):
@@ -98,24 +96,9 @@ class Transaction:
     """
 
     def __init__(
-        self,
-        manifest: WeightUpdateManifest,
-        engine: EngineState,
-        consumer: AnyConsumer,
-        *,
-        known_as: State | None,
-        suspicious: Policy,
+        self, manifest: WeightUpdateManifest, engine: EngineState, known_as: State | None
     ) -> None:
-        """Begin; nothing is asked of bridge and engine yet.
-
-        Args:
-            manifest: the update.
-            engine: where it goes.
-            consumer: what it is imported through.
-            known_as: its state there.
-            suspicious: what to do about an update that cannot be what was meant.
-
-        """
+        """Begin; nothing is asked yet. The bridge knows the update in the state `known_as`."""
         self.manifest = self.installed = manifest
         self.tensors = _NOT_IMPORTED
         self.step = Step.IMPORT
@@ -123,13 +106,10 @@ class Transaction:
         self.result: InstalledUpdate | None = None
         self._adapter = engine.adapter
         self._imports_itself = engine.adapter.imports_itself
-        self._scope = Scope.LEASE if self._imports_itself else Scope.ALL
-        self._consumer = consumer
-        self._suspicious = suspicious
+        self._consumer = engine.consumer
         # An update that somebody else imported through this bridge stays his if it is refused here.
         self._is_imported_here = known_as not in _IMPORTED
         self._clock = _PhaseClock()
-        self._timings_ms: Mapping[str, float] = {}
         self._proof = InstallProof(method="unproven")
         self._started = 0.0
         self._spent_s = 0.0  # in its steps, and not between them
@@ -161,23 +141,19 @@ class Transaction:
 
     # ---- its steps ------------------------------------------------------------------------------
 
-    def bring(self) -> None:
+    def bring(self, *, reads: bool = False) -> None:
         """Import, and look for what is suspicious. The engine is not asked.
 
         The bytes are verified here, or in `stage` by the processes of an engine that imports them
-        itself.
+        itself, unless this side `reads` them too.
         """
         manifest = self.manifest
-        self.tensors = self._consumer.import_update(manifest, scope=self._scope)
+        scope = Scope.ALL if reads or not self._imports_itself else Scope.LEASE
+        self.tensors = self._consumer.import_update(manifest, scope=scope)
         if not self._imports_itself and isinstance(self.tensors, ImportedTensors):
             self.installed = manifest = self.tensors.manifest or manifest
-        if self._suspicious is not Policy.OFF:
-            self.engine.watch.judge(self._suspicious, manifest)
-
-    def bring_all(self) -> None:
-        """Do what `bring` does, and verify the bytes here whatever the engine does."""
-        self._scope = Scope.ALL
-        self.bring()
+        if self.engine.watch.is_on:
+            self.engine.watch.judge(manifest)
 
     def stage(self) -> None:
         """Find every reason to refuse. Behind it the engine is what it was."""
@@ -220,8 +196,8 @@ class Transaction:
         """Make the acknowledged update the active one, and release what was before."""
         ack = self._acknowledgement()
         self.result = self.engine.activate(self.installed, self.tensors, ack)
-        if self._suspicious is not Policy.OFF:
-            self.engine.watch.note(self._suspicious, self.installed)
+        if self.engine.watch.is_on:
+            self.engine.watch.note(self.installed)
         self.step = Step.OVER
         total = ack.timings_ms.get("total", 0.0)
         _LOG.info("version %d is active: %s, %.1f ms", ack.weight_version, ack.proof.method, total)
@@ -305,12 +281,11 @@ class Transaction:
                     break
             self.engine.note_torn(manifest, f"{describe(error)}; undo: {describe(second)}")
             add_note(error, f"the undo failed too ({describe(second)}); the engine is torn.")
-            msg = (
+            raise TornEngine(
                 f"version {manifest.weight_version} failed to install ({describe(error)}) and "
                 f"its undo failed too ({describe(second)}). The engine must not serve: call "
                 "recover(), or install a later version in full."
-            )
-            raise TornEngine(msg) from error
+            ) from error
         except BaseException as second:
             self.engine.note_torn(manifest, f"{describe(error)}; undo: {describe(second)}")
             add_note(
@@ -324,7 +299,7 @@ class Transaction:
     def _forget(self) -> None:
         """Give a refused update's memory back, although the frames of its exception hold it."""
         # Where the bridge did not take the refusal, it is another one's import.
-        is_refused = self._consumer.state(self.manifest.update_id) in _OVER
+        is_refused = self._consumer.state(self.manifest.update_id) in OVER
         if not is_refused or self.manifest.update_id in self.engine.torn_by:
             return
         if isinstance(self.tensors, ImportedTensors):
@@ -336,18 +311,16 @@ class Transaction:
         manifest = self.installed
         given: object = proof
         if not isinstance(given, InstallProof):
-            msg = (
+            raise ProofFailed(
                 f"version {manifest.weight_version}: the adapter's prove() returned a "
                 f"{type(given).__name__}, expected an InstallProof. Give one; where the engine "
                 'cannot be read, InstallProof(method="unproven").'
             )
-            raise ProofFailed(msg)
         if proof.method != "unproven" and proof.root != manifest.root:
-            msg = (
+            raise ProofFailed(
                 f"version {manifest.weight_version}: the proof is for root {proof.root}, expected "
                 f"{manifest.root}. Let the adapter's prove() read what the engine holds."
             )
-            raise ProofFailed(msg)
         return proof
 
     def _acknowledge(self) -> None:
@@ -358,7 +331,7 @@ class Transaction:
             "total_nbytes": self.installed.table.total_nbytes,
             "peak_rss_nbytes": _peak_rss_nbytes(),
         }
-        self._timings_ms = self._consumer.acknowledge(
+        self._clock.timings_ms = self._consumer.acknowledge(
             self.installed.update_id, proof=evidence, timings_ms=self._clock.timings_ms
         )
 
@@ -369,7 +342,7 @@ class Transaction:
             weight_version=manifest.weight_version,
             root=manifest.root,
             proof=self._proof,
-            timings_ms=self._timings_ms or self._clock.timings_ms,
+            timings_ms=self._clock.timings_ms,
             total_nbytes=manifest.table.total_nbytes,
             peak_rss_nbytes=_peak_rss_nbytes(),
         )
@@ -378,12 +351,11 @@ class Transaction:
 def _require_verified(manifest: WeightUpdateManifest, root: str) -> None:
     """Take an engine's word that its processes verified an update, if it is about this one."""
     if root != manifest.root:
-        msg = (
+        raise ChecksumMismatch(
             f"version {manifest.weight_version}: the engine's processes verified root {root!r}, "
             f"expected {manifest.root!r}. Use the same release of rl_bridge in all of them; an "
             "adapter that imports_itself must tell what they verified."
         )
-        raise ChecksumMismatch(msg)
 
 
 def _peak_rss_nbytes() -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -18,13 +18,12 @@ from rich.text import Text
 
 from rl_bridge.bridge.bridges import SharedMemoryTensorBridge
 from rl_bridge.bridge.executor import RolloutExecutor
-from rl_bridge.cli.screen import memory_nbytes, say_json, screen, size, version
-from rl_bridge.errors import WeightBridgeError
+from rl_bridge.cli.screen import memory_nbytes, say_json, screen, size, table, version
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import default_threads, native_cause
-from rl_bridge.testing.processes import Child, ChildDied, ChildError
+from rl_bridge.testing.processes import Child
 
 # ---- the measurement: a publisher here, a consumer in a process of its own ----------------------
 #
@@ -41,34 +40,6 @@ MEMORY_FACTOR = 7
 
 _WARMUPS = 3  # both slots written, every page touched, plans cached
 _ANSWER_TIMEOUT_S = 120.0  # the first one includes the import of torch
-
-
-class MeasurementFailed(WeightBridgeError):
-    """The consumer's process failed, or ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """The size of a measurement.
-
-    Attributes:
-        nbytes: of the whole state dict.
-        num_tensors: how many bfloat16 tensors share them.
-        repeats: measured updates, after a few that are not.
-
-    """
-
-    nbytes: int
-    num_tensors: int
-    repeats: int
-
-    def source(self) -> dict[str, torch.Tensor]:
-        """Make the trainer's state dict; every page of it is touched."""
-        each = max(1, self.nbytes // self.num_tensors // 2)
-        return {
-            f"layers.{index:04}.weight": torch.ones(each, dtype=torch.bfloat16)
-            for index in range(self.num_tensors)
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +62,19 @@ class Timings:
         return self.nbytes / self.median_ms(phase) / 1e6
 
 
-def measure(sizes: Sizes, *, on_update: Callable[[str], None] = lambda _: None) -> Timings:
+def measure(
+    nbytes: int,
+    *,
+    num_tensors: int,
+    repeats: int,
+    on_update: Callable[[str], None] = lambda _: None,
+) -> Timings:
     """Run all updates and collect the samples.
 
     Args:
-        sizes: what to measure.
+        nbytes: of the whole state dict.
+        num_tensors: how many bfloat16 tensors share them.
+        repeats: measured updates, after a few that are not.
         on_update: called with a line of progress before each update.
 
     Returns:
@@ -107,7 +86,11 @@ def measure(sizes: Sizes, *, on_update: Callable[[str], None] = lambda _: None) 
         WeightBridgeError: the consumer failed or did not answer in time.
 
     """
-    source = sizes.source()
+    each = max(1, nbytes // num_tensors // 2)
+    source = {  # the trainer's state dict; every page of it is touched
+        f"layers.{index:04}.weight": torch.ones(each, dtype=torch.bfloat16)
+        for index in range(num_tensors)
+    }
     spare = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     timings = Timings(sum(tensor.nbytes for tensor in source.values()))
     version = 0
@@ -119,8 +102,8 @@ def measure(sizes: Sizes, *, on_update: Callable[[str], None] = lambda _: None) 
         held = None
         for way in WAYS:
             ask("start", way=way)
-            for number in range(_WARMUPS + sizes.repeats):
-                on_update(f"{way}: update {number + 1} of {_WARMUPS + sizes.repeats}")
+            for number in range(_WARMUPS + repeats):
+                on_update(f"{way}: update {number + 1} of {_WARMUPS + repeats}")
                 version += 1
                 is_sample = number >= _WARMUPS
                 for phase, elapsed in _plain_copies(source, spare):
@@ -201,21 +184,13 @@ def _copy(jobs: list[tuple[int, int, int]]) -> None:
 
 
 @contextmanager
-def _consumer() -> Iterator[Callable[..., dict[str, float]]]:
+def _consumer() -> Iterator[Callable[..., Any]]:
     """Start the consumer; gives a function that calls its methods and waits for their answers."""
     with Child(Consumer) as child:
 
-        def ask(name: str, **options: Any) -> dict[str, float]:
-            try:
-                child.tell(name, **options)
-                answer = child.answer(deadline_s=_ANSWER_TIMEOUT_S)
-            except ChildError as error:
-                msg = f"the consumer failed: {error.kind}: {error.message}"
-                raise MeasurementFailed(msg) from error
-            except ChildDied as error:
-                msg = f"the consumer's process ended (exit code {error.exitcode}) in the middle."
-                raise MeasurementFailed(msg) from error
-            return cast("dict[str, float]", answer)
+        def ask(name: str, **options: Any) -> Any:
+            child.tell(name, **options)
+            return child.answer(deadline_s=_ANSWER_TIMEOUT_S)
 
         yield ask
         ask("close")
@@ -313,24 +288,26 @@ def bench(
     proves. Medians of several updates after a warm-up. The rates stand next to a plain memcpy of
     the same bytes, measured between the updates.
     """
-    plans = [
-        Sizes(nbytes=each * _MIB, num_tensors=tensors, repeats=repeats)
-        for each in mib or [_DEFAULT_MIB]
-    ]
-    _check_memory(max(plan.nbytes for plan in plans))
+    sizes = [each * _MIB for each in mib or [_DEFAULT_MIB]]
+    _check_memory(max(sizes))
     progress = screen(stderr=True)
     results = []
-    for plan in plans:
-        with progress.status(f"{size(plan.nbytes)}: starting") as status:
-            label = size(plan.nbytes)
-            timings = measure(plan, on_update=lambda line: status.update(f"{label}: {line}"))  # noqa: B023 - called before the next round
-        results.append((plan, timings))
+    for nbytes in sizes:
+        with progress.status(f"{size(nbytes)}: starting") as status:
+            timings = measure(
+                nbytes,
+                num_tensors=tensors,
+                repeats=repeats,
+                on_update=lambda line: status.update(f"{size(nbytes)}: {line}"),  # noqa: B023 - called before the next round
+            )
+        results.append(timings)
     if as_json:
-        say_json(_document(results))
+        say_json(_document(results, tensors, repeats))
         return
     out = screen()
-    for plan, timings in results:
-        out.print(_table(plan, timings))
+    for timings in results:
+        title = f"{size(timings.nbytes)} in {tensors} tensors, {repeats} updates a way"
+        out.print(_table(timings, title))
         out.print()
     out.print(
         Text(
@@ -347,15 +324,17 @@ def _check_memory(nbytes: int) -> None:
     needed = nbytes * MEMORY_FACTOR
     memory = memory_nbytes()
     if memory is not None and needed > memory[0]:
-        msg = f"needs about {size(needed)} of memory, {size(memory[0])} are available"
-        raise typer.BadParameter(msg, param_hint="--mib")
+        raise typer.BadParameter(
+            f"needs about {size(needed)} of memory, {size(memory[0])} are available",
+            param_hint="--mib",
+        )
 
 
 def _best_memcpy(timings: Timings) -> str:
     return min(("memcpy_1", "memcpy_all"), key=timings.median_ms)
 
 
-def _document(results: list[tuple[Sizes, Timings]]) -> dict[str, JSONValue]:
+def _document(results: list[Timings], num_tensors: int, repeats: int) -> dict[str, JSONValue]:
     return {
         "environment": {
             "compiled_pass": native_cause() is None,
@@ -368,12 +347,12 @@ def _document(results: list[tuple[Sizes, Timings]]) -> dict[str, JSONValue]:
         "sizes": [
             {
                 "nbytes": timings.nbytes,
-                "num_tensors": plan.num_tensors,
+                "num_tensors": num_tensors,
                 "phases": {phase: _phase(timings, phase) for phase in timings.samples_ms},
-                "repeats": plan.repeats,
+                "repeats": repeats,
                 "ways": list(WAYS),
             }
-            for plan, timings in results
+            for timings in results
         ],
     }
 
@@ -393,26 +372,15 @@ def _of_memcpy(timings: Timings, phase: str) -> float:
     return timings.median_ms(_best_memcpy(timings)) / timings.median_ms(phase)
 
 
-def _table(plan: Sizes, timings: Timings) -> Table:
-    table = Table(
-        title=f"{size(timings.nbytes)} in {plan.num_tensors} tensors, {plan.repeats} updates a way",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    table.add_column("", no_wrap=True)
-    table.add_column("ms", justify="right", no_wrap=True)
-    table.add_column("GB/s", justify="right", no_wrap=True)
-    table.add_column("of memcpy", justify="right", no_wrap=True)
+def _table(timings: Timings, title: str) -> Table:
+    shown = table("", "ms", "GB/s", "of memcpy", title=title)
     for phase, label in _LABELS.items():
         rate = share = "-"
         if phase not in _WITHOUT_RATE:
             rate = f"{timings.gb_per_s(phase):.1f}"
             share = f"{_of_memcpy(timings, phase):.2f}"
         style = "bold" if phase.startswith("loaded") else ""
-        table.add_row(label, f"{timings.median_ms(phase):.2f}", rate, share, style=style)
+        shown.add_row(label, f"{timings.median_ms(phase):.2f}", rate, share, style=style)
         if phase in _ENDS_A_GROUP:
-            table.add_row()
-    return table
+            shown.add_row()
+    return shown

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from rl_bridge.cli.screen import plain, screen
+from rl_bridge.cli.screen import plain, screen, table
 from rl_bridge.errors import WeightBridgeUnavailableError
 
 _NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*")
@@ -54,16 +53,13 @@ def certs(
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority, signing_key = _authority(directory, made_at, until)
     for name, (cert_path, key_path) in pairs.items():
-        cert, key = _made(name, (authority, signing_key), made_at, until)
-        _write(key_path, _key_text(key))
-        _write(cert_path, _cert_text(cert))
+        made = _made(name, (authority, signing_key), made_at, until)
+        _save(made, cert_path, key_path)
     out = screen()
-    table = Table(box=None, pad_edge=False)
-    for column in ("host", "cert", "key", "ca"):
-        table.add_column(column, overflow="fold")
+    shown = table("host", "cert", "key", "ca")
     for name, pair in pairs.items():
-        table.add_row(name, *(plain(str(path)) for path in (*pair, directory / "ca.pem")))
-    out.print(table)
+        shown.add_row(name, *(plain(str(path)) for path in (*pair, directory / "ca.pem")))
+    out.print(shown)
     ca_key = plain(str(directory / "ca.key"))
     out.print(
         f"Give each host its own three files. Keep {ca_key} to yourself: who has it can join.",
@@ -73,11 +69,14 @@ def certs(
 
 def _check(name: str) -> None:
     if _address(name) is None and not _NAME.fullmatch(name):
-        msg = f"{name!r} is no host, expected such as 10.0.0.1 or node-7. Give those."
-        raise typer.BadParameter(msg, param_hint="--hosts")
+        raise typer.BadParameter(
+            f"{name!r} is no host, expected such as 10.0.0.1 or node-7. Give those.",
+            param_hint="--hosts",
+        )
     if name == "ca":
-        msg = "'ca' is the authority's own name. Give the host's address."
-        raise typer.BadParameter(msg, param_hint="--hosts")
+        raise typer.BadParameter(
+            "'ca' is the authority's own name. Give the host's address.", param_hint="--hosts"
+        )
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -90,13 +89,9 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _refuse_to_overwrite(paths: list[Path]) -> None:
     for path in paths:
         if path.exists():
-            msg = f"{path} is there already. Remove it, or name another directory."
-            raise WeightBridgeUnavailableError(msg)
-
-
-def _write(path: Path, text: bytes) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(text)
+            raise WeightBridgeUnavailableError(
+                f"{path} is there already. Remove it, or name another directory."
+            )
 
 
 # ---- certificates --------------------------------------------------------------------------------
@@ -114,16 +109,14 @@ def _authority(directory: Path, made_at: dt.datetime, until: dt.datetime) -> Any
             cert = x509.load_pem_x509_certificate(cert_path.read_bytes())
             return cert, load_pem_private_key(key_path.read_bytes(), None)
         except (ValueError, TypeError) as error:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"{cert_path} and {key_path} hold no authority that can be used: {error}. Name "
                 "another directory."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
     _refuse_to_overwrite([cert_path, key_path])
-    cert, key = _made("rl_bridge run", None, made_at, until)
-    _write(key_path, _key_text(key))
-    _write(cert_path, _cert_text(cert))
-    return cert, key
+    made = _made("rl_bridge run", None, made_at, until)
+    _save(made, cert_path, key_path)
+    return made
 
 
 def _made(
@@ -179,27 +172,24 @@ def _usage(*, is_authority: bool) -> Any:
     )
 
 
-def _cert_text(cert: Any) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    text: bytes = cert.public_bytes(Encoding.PEM)
-    return text
-
-
-def _key_text(key: Any) -> bytes:
+def _save(made: tuple[Any, Any], cert_path: Path, key_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
 
-    text: bytes = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    return text
+    cert, key = made
+    pem = serialization.Encoding.PEM
+    unencrypted = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    for path, text in (
+        (key_path, key.private_bytes(pem, *unencrypted)),
+        (cert_path, cert.public_bytes(pem)),
+    ):
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(text)
 
 
 def _library() -> None:
     try:
         import cryptography  # noqa: F401 - whether it is there
     except ImportError as error:
-        msg = "`rl-bridge certs` needs cryptography. Install it: pip install 'rl-bridge[tls]'."
-        raise WeightBridgeUnavailableError(msg) from error
+        raise WeightBridgeUnavailableError(
+            "`rl-bridge certs` needs cryptography. Install it: pip install 'rl-bridge[tls]'."
+        ) from error

@@ -6,8 +6,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +22,6 @@ from rl_bridge.cli.screen import (
     facts,
     memory_nbytes,
     plain,
-    say_error,
     say_json,
     screen,
     size,
@@ -49,57 +48,20 @@ from rl_bridge.transports.nixl.library import BACKENDS
 
 # ---- a pair: the facts of this side, and the transport that the two use -------------------------
 
-FactsOption = Annotated[
-    bool,
-    typer.Option("--facts", help="Write what this side is, as JSON, for --pair on the other side."),
-]
-
 
 def _written(path: Path | None) -> Path | None:
     if path is not None and not path.is_file():
-        msg = (
+        raise typer.BadParameter(
             f"there is no file {str(path)!r}. Write it on the trainer's side, with `rl-bridge "
             "doctor --facts > FILE`, and bring it here."
         )
-        raise typer.BadParameter(msg)
     return path
-
-
-PairOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--pair",
-        callback=_written,
-        help="Name the transport to this side from the trainer that wrote this file (--facts).",
-    ),
-]
-AddressOption = Annotated[
-    str, typer.Option("--address", help="With --facts: where others reach this machine.")
-]
-DirectoryOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--directory",
-        metavar="<dir>",
-        help="With --facts or --pair: a directory that both may share.",
-    ),
-]
-
-
-def say_facts(address: str, directories: list[Path]) -> None:
-    """Write the facts of this side as JSON."""
-    typer.echo(look_around(address=address, directories=directories).to_json().decode())
 
 
 def say_pair(trainer: Path, directories: list[Path], *, as_json: bool) -> None:
     """Say which transport weights take from the trainer's side to this one, and why."""
-    try:
-        theirs = EndpointFacts.from_json(trainer.read_bytes())
-        mine = look_around(directories=directories)
-        chosen = choose_transport(theirs, mine)
-    except (WeightBridgeError, OSError) as error:
-        say_error(error)
-        raise typer.Exit(1) from error
+    theirs = EndpointFacts.from_json(trainer.read_bytes())
+    chosen = choose_transport(theirs, look_around(directories=directories))
     if as_json:
         say_json(chosen.model_dump())
         return
@@ -134,13 +96,8 @@ _CHILD_TIMEOUT_S = 20.0
 _OPEN = "import os, sys; print(os.fstat(os.open(sys.argv[1], os.O_RDONLY)).st_ino)"
 
 
-@contextmanager
-def _segment() -> Iterator[OwnedSegment]:
-    segment = OwnedSegment.make("rl_bridge-doctor", vm.PAGE)
-    try:
-        yield segment
-    finally:
-        segment.close()
+def _segment() -> closing[OwnedSegment]:
+    return closing(OwnedSegment.make("rl_bridge-doctor", vm.PAGE))
 
 
 def _sealing() -> str | None:
@@ -287,8 +244,12 @@ def engine(name: str) -> Availability:
     It is not imported: that takes many seconds, and may take the GPU.
     """
     found = ENGINES[name].PACKAGE
-    cause = f"{name} is not installed" if found.version() is None else None
-    return _found(name, cause, f"Install it: {found.install}.", is_installed=cause is None)
+    return _package(name, found.install, is_installed=found.version() is not None)
+
+
+def _package(name: str, install: str, *, is_installed: bool) -> Availability:
+    cause = None if is_installed else f"{name} is not installed"
+    return _found(name, cause, f"Install it: {install}.", is_installed=is_installed)
 
 
 def engine_features(name: str) -> list[Availability]:
@@ -299,8 +260,8 @@ def engine_features(name: str) -> list[Availability]:
 
 def ray() -> Availability:
     """Tell whether Ray is installed, without importing it."""
-    cause = "ray is not installed" if importlib.util.find_spec("ray") is None else None
-    return _found("ray", cause, f"Install it: {INSTALL_RAY}.", is_installed=cause is None)
+    is_installed = importlib.util.find_spec("ray") is not None
+    return _package("ray", INSTALL_RAY, is_installed=is_installed)
 
 
 def nixl_backends() -> list[Availability]:
@@ -353,10 +314,31 @@ class _Check:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
-    as_facts: FactsOption = False,
-    pair: PairOption = None,
-    address: AddressOption = "",
-    directory: DirectoryOption = None,
+    as_facts: Annotated[
+        bool,
+        typer.Option(
+            "--facts", help="Write what this side is, as JSON, for --pair on the other side."
+        ),
+    ] = False,
+    pair: Annotated[
+        Path | None,
+        typer.Option(
+            "--pair",
+            callback=_written,
+            help="Name the transport to this side from the trainer that wrote this file (--facts).",
+        ),
+    ] = None,
+    address: Annotated[
+        str, typer.Option("--address", help="With --facts: where others reach this machine.")
+    ] = "",
+    directory: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--directory",
+            metavar="<dir>",
+            help="With --facts or --pair: a directory that both may share.",
+        ),
+    ] = None,
 ) -> None:
     """Tell what works on this machine, and why the rest does not.
 
@@ -369,7 +351,7 @@ def doctor(
     says which transport the two use, and why not another one.
     """
     if as_facts:
-        say_facts(address, directory or [])
+        typer.echo(look_around(address=address, directories=directory or []).to_json().decode())
         return
     if pair is not None:
         say_pair(pair, directory or [], as_json=as_json)

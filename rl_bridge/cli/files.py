@@ -4,9 +4,9 @@ A store is named by the url that the bridges of ``files`` are given. Nothing her
 """
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +17,18 @@ from rich.text import Text
 
 from rl_bridge.bridge.bridges import GroupBridge, make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.cli.inspect import moment
-from rl_bridge.cli.screen import facts, plain, read_manifest, say_json, screen, size, status_text
+from rl_bridge.cli.inspect import moment, read_manifest
+from rl_bridge.cli.screen import (
+    error_document,
+    facts,
+    plain,
+    say_json,
+    screen,
+    size,
+    status_text,
+    table,
+    told,
+)
 from rl_bridge.errors import (
     ChecksumMismatch,
     VersionNotFound,
@@ -33,14 +43,15 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.trainers.checkpoint_files import read_checkpoint
 from rl_bridge.transports.files.checking import CheckedFile, check_version
 from rl_bridge.transports.files.checkpoint import is_config, require_free, write_checkpoint
-from rl_bridge.transports.files.retention import (
+from rl_bridge.transports.files.store import (
+    StoredVersion,
+    VersionStore,
     committed_headers,
     offered,
     parts_of,
     surplus,
     update_id_of,
 )
-from rl_bridge.transports.files.store import StoredVersion, VersionStore, is_version
 from rl_bridge.transports.files.transport import Files
 from rl_bridge.transports.registry import canonical_name
 
@@ -66,16 +77,9 @@ _WHICH = "A version's number, or the beginning of its update id"
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """A version that can be imported.
+    """A version that can be imported, and the parts that hold its bytes."""
 
-    Attributes:
-        stored: it, or a group's first part.
-        parts: what holds its bytes.
-        update_id: of the update.
-
-    """
-
-    stored: StoredVersion
+    stored: StoredVersion  # or a group's first part
     parts: list[StoredVersion]
     update_id: str
 
@@ -92,18 +96,6 @@ class _Version:
             "is_kept": any(store.is_kept(one.name) for one in self.parts),
             "nbytes": sum(_nbytes(store, one.name) for one in self.parts),
         }
-
-
-@contextmanager
-def _told(*, as_json: bool) -> Iterator[None]:
-    """Say an error also as JSON, if the answer was to be JSON."""
-    try:
-        yield
-    except WeightBridgeError as error:
-        if as_json:
-            failure: dict[str, JSONValue] = {"type": type(error).__name__, "message": str(error)}
-            say_json({"error": failure})
-        raise
 
 
 def _store_of(url: str, *, lease_s: float = _LEASE_S) -> VersionStore:
@@ -125,11 +117,10 @@ def _chosen(store: VersionStore, wanted: str | None) -> _Version:
     """The version of that number, or else of an update id that begins so; None: the newest."""
     is_number = wanted is not None and wanted.isascii() and wanted.isdecimal()
     if wanted is not None and not is_number and len(wanted) < _MIN_ID_DIGITS:
-        msg = (
+        raise typer.BadParameter(
             f"{wanted!r} names no version. Expected its number, or at least {_MIN_ID_DIGITS} "
             f"characters of its update id ({_MIN_ID_DECIMALS} if all of them are digits)."
         )
-        raise typer.BadParameter(msg)
     versions = _versions(store)
     found = versions[-1:]
     if wanted is not None:
@@ -160,20 +151,11 @@ def _nbytes(store: VersionStore, name: str) -> int:
         return 0
 
 
-_NUMBERS = {"version", "tensors", "size", "ranks"}
-_FOLDED = {"name", "file", "notes"}
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(
-            name,
-            justify="right" if name in _NUMBERS else "left",
-            no_wrap=name not in _FOLDED,
-            overflow="fold",
-        )
-    return table
+def _sizes(files: Mapping[str, int]) -> Table:
+    shown = table("file", "size")
+    for name, nbytes in files.items():
+        shown.add_row(plain(name), size(nbytes))
+    return shown
 
 
 # ---- ls ------------------------------------------------------------------------------------------
@@ -186,7 +168,7 @@ def ls(url: Url, as_json: AsJson = False) -> None:
     parts are there. Versions that publishers leave alone, because somebody said to keep them, are
     marked.
     """
-    with _told(as_json=as_json):
+    with told(as_json=as_json):
         store = _store_of(url)
         versions = _versions(store)
         read = [(one, *_read_manifest(store, one)) for one in versions]
@@ -213,7 +195,7 @@ def ls(url: Url, as_json: AsJson = False) -> None:
     if not read:
         out.print(f"No version in {plain(str(store))}.", markup=False)
         return
-    table = _table("version", "update", "tensors", "size", "ranks", "published", "notes")
+    shown = table("version", "update", "tensors", "size", "ranks", "published", "notes")
     for one, manifest, problem in read:
         document = one.document(store)
         notes = ["kept"] if document["is_kept"] else []
@@ -221,7 +203,7 @@ def ls(url: Url, as_json: AsJson = False) -> None:
             notes.append(f"damaged: {plain(problem)}")
         elif manifest.adapter is not None:
             notes.append(f"adapter {plain(manifest.adapter.name)}")
-        table.add_row(
+        shown.add_row(
             str(one.number),
             one.update_id[:_ID_DIGITS],
             "?" if manifest is None else str(manifest.tensor_count),
@@ -230,7 +212,7 @@ def ls(url: Url, as_json: AsJson = False) -> None:
             "" if manifest is None else moment(manifest.created_at).partition(" UTC")[0],
             ", ".join(notes),
         )
-    out.print(table)
+    out.print(shown)
 
 
 def _read_manifest(
@@ -252,7 +234,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one version of a store: what it is, and its files."""
-    with _told(as_json=as_json):
+    with told(as_json=as_json):
         store = _store_of(url)
         one = _chosen(store, version)
         manifest = store.manifest(one.stored)
@@ -293,12 +275,9 @@ def show(
     out = screen()
     out.print(facts(rows, title="Version"))
     for folder, held in files:
-        table = _table("file", "size")
-        for name, nbytes in held.items():
-            table.add_row(plain(name), size(nbytes))
         out.print()
         out.print(Text(f"{folder} in {plain(str(store))}", style="bold"))
-        out.print(table)
+        out.print(_sizes(held))
 
 
 # ---- verify --------------------------------------------------------------------------------------
@@ -321,7 +300,7 @@ def verify(
     Files that go along with the weights, such as config.json, are in no manifest: nothing is known
     of them. The version is not removed while it is read, and its publisher learns nothing of it.
     """
-    with _told(as_json=as_json):
+    with told(as_json=as_json):
         store = _store_of(url)
         one = _chosen(store, version)
         manifest = store.manifest(one.stored)
@@ -340,7 +319,7 @@ def verify(
         say_json(
             {
                 "status": "failed" if failure else "pass",
-                "error": failure and {"type": type(failure).__name__, "message": str(failure)},
+                "error": error_document(failure),
                 "weight_version": one.number,
                 "update_id": one.update_id,
                 "root": manifest.root,
@@ -368,14 +347,14 @@ def _show_checked(
     version: _Version, manifest: WeightUpdateManifest, checked: list[CheckedFile]
 ) -> None:
     out = screen()
-    table = _table("file", "tensors", "size", "result")
+    shown = table("file", "tensors", "size", "result")
     for file in checked:
         name = plain(file.name) if file.rank is None else f"rank {file.rank}: {plain(file.name)}"
         num = str(file.num_tensors) if file.num_tensors else ""
-        table.add_row(
+        shown.add_row(
             name, num, size(file.nbytes), status_text("failed" if file.faults else "pass")
         )
-    out.print(table)
+    out.print(shown)
     wrong = [(file, fault) for file in checked for fault in file.faults]
     for file, fault in wrong[:_SHOWN]:
         where = f"{file.name}, {fault.tensor}" if fault.tensor else file.name
@@ -398,16 +377,7 @@ def _show_checked(
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """Something that is not to stay.
-
-    Attributes:
-        name: in its store.
-        rank: of its publisher.
-        nbytes: of its files.
-        why: it is not to stay.
-        outcome: ``removed``, ``would be removed``, ``kept``, ``being read``, or why it was left.
-
-    """
+    """Something that is not to stay, and why; the outcome may be why it was left all the same."""
 
     name: str
     rank: int
@@ -455,7 +425,7 @@ def gc(  # noqa: PLR0917 - typer calls it by name
     object store the lease of a reader that was killed is told from others by waiting: it does not
     change.
     """
-    with _told(as_json=as_json):
+    with told(as_json=as_json):
         store = _store_of(url, lease_s=lease_s)
         left = _collect(store, keep_last, keep_every, dry_run=dry_run)
     gone = [one for one in left if one.outcome in {"removed", "would be removed"}]
@@ -465,16 +435,7 @@ def gc(  # noqa: PLR0917 - typer calls it by name
             {
                 "url": str(store),
                 "dry_run": dry_run,
-                "found": [
-                    {
-                        "name": one.name,
-                        "rank": one.rank,
-                        "nbytes": one.nbytes,
-                        "why": one.why,
-                        "outcome": one.outcome,
-                    }
-                    for one in left
-                ],
+                "found": [asdict(one) for one in left],
                 "total_nbytes": total,
             }
         )
@@ -484,10 +445,10 @@ def gc(  # noqa: PLR0917 - typer calls it by name
     if not left:
         out.print(f"Nothing to remove in {where}.", markup=False)
         return
-    table = _table("name", "size", "why", "result")
+    shown = table("name", "size", "why", "result")
     for one in left:
-        table.add_row(plain(one.name), size(one.nbytes), one.why, one.outcome)
-    out.print(table)
+        shown.add_row(plain(one.name), size(one.nbytes), one.why, one.outcome)
+    out.print(shown)
     done = "Would remove" if dry_run else "Removed"
     out.print(f"{done} {len(gone)} of {len(left)}, {size(total)}, from {where}.", markup=False)
 
@@ -624,18 +585,28 @@ def export(  # noqa: PLR0917 - typer calls it by name
     together. The directory is there with all that belongs to it, on disk, or not at all. An adapter
     becomes what PEFT loads. Files that go along in a store, such as config.json, are taken along.
     """
-    with _told(as_json=as_json):
+    with told(as_json=as_json):
         configs: dict[str, bytes] = {}
+        given = {"--version": version, "--url": url, "--directory": segments}
         if source == "-" or Path(source).is_file():
             manifest = read_manifest(Path(source))
-            _require_fitting(manifest, version, url, segments)
+            kinds = _transports_of(manifest)
+            belongs = False, "files" in kinds, "shared-memory" in kinds
+            _require_fitting(source, given, belongs)
             require_free(directory)
             if url is not None:
                 store = _store_of(url)
                 found = [one for one in _versions(store) if one.update_id == manifest.update_id]
                 configs = _configs(store, found[-1]) if found else {}
         else:
-            store = _source_store(source, url, segments)
+            store = _store_of(source)
+            if store.directory is not None and not store.directory.exists():
+                raise WeightBridgeUnavailableError(
+                    f"{source!r} is neither a manifest's file nor a store: nothing is there. Name "
+                    "a file with a manifest's JSON, or the url of a store."
+                )
+            is_same = url is not None and str(_store_of(url)) == str(store)
+            _require_fitting(source, given, (True, is_same, False))
             require_free(directory)
             url = source
             one = _chosen(store, version)
@@ -664,10 +635,7 @@ def export(  # noqa: PLR0917 - typer calls it by name
         )
         return
     out = screen()
-    table = _table("file", "size")
-    for name, nbytes in files.items():
-        table.add_row(plain(name), size(nbytes))
-    out.print(table)
+    out.print(_sizes(files))
     where = plain(str(directory))
     out.print(
         f"Version {manifest.weight_version} is in {where}, {size(sum(files.values()))}; "
@@ -687,49 +655,14 @@ def _transports_of(manifest: WeightUpdateManifest) -> set[str]:
     return {canonical_name(one.transport) for one in getattr(manifest, "parts", (manifest,))}
 
 
-def _require_fitting(
-    manifest: WeightUpdateManifest, version: str | None, url: str | None, segments: Path | None
-) -> None:
-    """Refuse options that do not belong to a manifest."""
-    if version is not None:
-        msg = (
-            f"--version {version} is of a store, expected none with a manifest, which is of "
-            f"version {manifest.weight_version}. Leave it out, or name a store instead."
-        )
-        raise typer.BadParameter(msg)
-    kinds = _transports_of(manifest)
-    given = (("--url", url, "files"), ("--directory", segments, "shared-memory"))
-    for option, value, transport in given:
-        if value is not None and transport not in kinds:
-            msg = (
-                f"{option} {value} is of a manifest of {transport}, but this one is of "
-                f"{', '.join(sorted(kinds))}. Leave it out."
+def _require_fitting(source: str, given: Mapping[str, object], belongs: tuple[bool, ...]) -> None:
+    """Refuse options that do not belong to what is exported from."""
+    for (option, value), fits in zip(given.items(), belongs, strict=True):
+        if value is not None and not fits:
+            raise typer.BadParameter(
+                f"{option} {value} does not belong to {source}: --version is of a store, --url of "
+                "a manifest of files, --directory of one of shared-memory. Leave it out."
             )
-            raise typer.BadParameter(msg)
-
-
-def _source_store(source: str, url: str | None, segments: Path | None) -> VersionStore:
-    """The store that is exported from; options that do not belong to one are refused."""
-    store = _store_of(source)
-    if store.directory is not None and not store.directory.exists():
-        msg = (
-            f"{source!r} is neither a manifest's file nor a store: nothing is there. Name a file "
-            "with a manifest's JSON, or the url of a store."
-        )
-        raise WeightBridgeUnavailableError(msg)
-    if url is not None and str(_store_of(url)) != str(store):
-        msg = (
-            f"--url {url} is another store than {source}, which is exported from. Leave it out, or "
-            "name a manifest instead of a store."
-        )
-        raise typer.BadParameter(msg)
-    if segments is not None:
-        msg = (
-            f"--directory {segments} is of a manifest of shared-memory, but {source} is a store. "
-            "Leave it out, or name a manifest instead of a store."
-        )
-        raise typer.BadParameter(msg)
-    return store
 
 
 def _reader_of(
@@ -737,11 +670,10 @@ def _reader_of(
 ) -> TensorBridge:
     name = "rl-bridge-export"
     if "files" in _transports_of(manifest) and "files" not in options:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"version {manifest.weight_version} is in files, and a manifest does not say where. "
             "Name their store with --url."
         )
-        raise WeightBridgeUnavailableError(msg)
     if isinstance(manifest, GroupManifest):
         return GroupBridge(source_worker=name, transports=options)
     given: dict[str, Any] = dict(options.get(canonical_name(manifest.transport), {}))
@@ -792,15 +724,14 @@ def publish(
     trainer lives is refused; in an object store, where nobody can tell, the trainer is refused from
     then on.
     """
-    with _told(as_json=as_json):
+    with told(as_json=as_json):
         folder = directory.absolute()
         tensors, spec = read_checkpoint(folder, adapter_name=adapter or folder.name)
         if adapter is not None and spec is None:
-            msg = (
+            raise typer.BadParameter(
                 f"--adapter {adapter} is of an adapter, but {directory} holds a whole model. Leave "
                 "it out, or name an adapter's directory."
             )
-            raise typer.BadParameter(msg)
         manifest = _publish(tensors, spec, folder, url, version)
     if as_json:
         say_json(
@@ -847,41 +778,27 @@ def _publish(
     with bridge:
         # Before a publisher is there, which in an object store puts an earlier one out, and once
         # more behind it: another one may have published meanwhile.
-        _unused(url, version)
+        _require_unused(url, version)
         bridge.publisher  # noqa: B018 - from here on no other one publishes there
-        number = _unused(url, version)
-        return bridge.publish(tensors, weight_version=number, adapter=spec)
+        _require_unused(url, version)
+        return bridge.publish(tensors, weight_version=version, adapter=spec)
 
 
-def _unused(url: str, version: int | None) -> int:
-    """A number that no version in the store has: `version`, or one above the highest.
+def _require_unused(url: str, version: int | None) -> None:
+    """See to it that no version in the store has that number; None: that the next one is known.
 
     Raises:
-        VersionNotMonotonic: one has that number.
+        VersionNotMonotonic: one has it.
         WeightBridgeUnavailableError: a version cannot be looked at, so that nobody knows.
 
     """
     store = _store_of(url)
     if store.directory is not None and not store.directory.exists():
-        return 1 if version is None else version  # a store that is made now
-    numbers = {one.marker.weight_version for one in store.visible()}
-    # What has a damaged marker is no version now, but its marker may come back. In a directory its
-    # name has the number.
-    damaged = store.damaged()
-    numbers.update(int(name.partition("-")[0]) for name in damaged if is_version(name))
+        return  # it is made now
     if version is None:
-        unknown = [name for name in damaged if not is_version(name)]
-        if unknown:
-            msg = (
-                f"{unknown[0]} in {store} is damaged, so nobody knows which number is free. Give "
-                "one that was never published, as --version."
-            )
-            raise WeightBridgeUnavailableError(msg)
-        return max(numbers, default=0) + 1
-    if version in numbers:
-        msg = (
+        store.last_number()
+    elif version in (numbers := store.numbers()):
+        raise VersionNotMonotonic(
             f"{store} has a version {version} already, expected a number that is not there. Give "
             f"another number, such as --version {max(numbers) + 1}, or none."
         )
-        raise VersionNotMonotonic(msg)
-    return version

@@ -1,7 +1,9 @@
 """`rl-bridge inspect`: show what a manifest says. Reads the manifest only, never the weights."""
 
+import sys
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,22 +12,58 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_bridge.cli.screen import (
-    ManifestFile,
     duration,
     facts,
     plain,
-    read_manifest,
     say_json,
     screen,
     size,
+    table,
+    told,
 )
-from rl_bridge.errors import WeightBridgeError
 from rl_bridge.manifest.canonical import JSONValue, canonical_json
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorDescriptor, TensorTable
 
 _LARGEST = 10
+
+# ---- a manifest that the user names --------------------------------------------------------------
+
+_STDIN = Path("-")
+
+
+def _existing(path: Path) -> Path:
+    # Not typer's own `exists`, which knows no dash. Pipes of the shell's are fine: <(command).
+    if path != _STDIN and (not path.exists() or path.is_dir()):
+        raise typer.BadParameter(f"{str(path)!r} is no file.")
+    return path
+
+
+ManifestFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        callback=_existing,
+        show_default=False,
+        help="A manifest's JSON, as manifest.to_json() wrote it; - reads standard input.",
+    ),
+]
+
+
+def read_manifest(path: Path) -> WeightUpdateManifest:
+    """Read a manifest from a file, or from standard input for ``-``.
+
+    Raises:
+        WeightManifestValidationError: it is no valid manifest; the subclass says why.
+
+    """
+    text = sys.stdin.buffer.read() if path == _STDIN else path.read_bytes()
+    # The format has no white space around it, but files and shells like to end with a line break.
+    return WeightUpdateManifest.from_json(text.strip())
+
+
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def inspect(
@@ -40,13 +78,8 @@ def inspect(
     Everything that can be wrong with a manifest is checked. The weights are not read: that is what
     verify does.
     """
-    try:
+    with told(as_json=as_json):
         manifest = read_manifest(file)
-    except WeightBridgeError as error:
-        if as_json:
-            failure: dict[str, JSONValue] = {"type": type(error).__name__, "message": str(error)}
-            say_json({"error": failure})
-        raise
     if as_json:
         say_json(_document(manifest, every_tensor=tensors))
         return
@@ -200,29 +233,21 @@ def _parallel(manifest: WeightUpdateManifest) -> str:
     return ", ".join([plain(layout.kind), world, *degrees])
 
 
-def _dtype_table(table: TensorTable) -> Table:
-    shown = Table(title="Types", title_justify="left", title_style="bold", box=None)
-    shown.add_column("dtype")
-    shown.add_column("tensors", justify="right")
-    shown.add_column("size", justify="right")
-    for dtype, (count, nbytes) in _dtypes(table).items():
+def _dtype_table(stored: TensorTable) -> Table:
+    shown = table("dtype", "tensors", "size", title="Types")
+    for dtype, (count, nbytes) in _dtypes(stored).items():
         shown.add_row(dtype, str(count), size(nbytes))
     return shown
 
 
 def _tensor_table(manifest: WeightUpdateManifest, *, every_tensor: bool) -> Table:
     tensors = list(manifest.tensors.values()) if every_tensor else _by_size(manifest)[:_LARGEST]
-    shown = Table(
-        title=_tensor_title(len(tensors), manifest.tensor_count),
-        title_justify="left",
-        title_style="bold",
-        box=None,
-    )
-    shown.add_column("name", overflow="fold")
-    shown.add_column("dtype", no_wrap=True)
-    shown.add_column("shape", overflow="fold")
-    shown.add_column("size", justify="right", no_wrap=True)
-    shown.add_column("checksum", no_wrap=True, style="dim")
+    total = manifest.tensor_count
+    title = f"The {len(tensors)} largest of {total} tensors (--tensors lists all)"
+    if len(tensors) == total:
+        title = "Tensors"
+    shown = table("name", "dtype", "shape", "size", "checksum", title=title)
+    shown.columns[-1].style = "dim"
     for tensor in tensors:
         name = Text(plain(tensor.name))
         if tensor.tied_to is not None:
@@ -230,9 +255,3 @@ def _tensor_table(manifest: WeightUpdateManifest, *, every_tensor: bool) -> Tabl
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         shown.add_row(name, tensor.dtype, shape, size(tensor.nbytes), tensor.checksum[:12])
     return shown
-
-
-def _tensor_title(shown: int, total: int) -> str:
-    if shown == total:
-        return "Tensors"
-    return f"The {shown} largest of {total} tensors (--tensors lists all)"

@@ -1,147 +1,44 @@
 """`rl-bridge`: its commands, its version, and what it does about errors.
 
 Exit codes: 0 it went well, 1 a check failed or the library refused, 2 the command was misused.
+
+A command's module is imported when the command is called, or asked for its options: a list of
+commands, the version and the completion of a name need neither torch nor anything else that takes
+seconds to import.
 """
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from importlib import import_module
+from typing import Annotated, Any, cast
 
 import typer
-from pydantic import ValidationError
-from rich.table import Table
-from rich.text import Text
 from typer.core import TyperCommand
+from typer.main import get_command
 
-from rl_bridge.cli import files
-from rl_bridge.cli.bench import bench
-from rl_bridge.cli.certs import certs
-from rl_bridge.cli.doctor import doctor
-from rl_bridge.cli.inspect import inspect
-from rl_bridge.cli.screen import plain, say_error, say_json, screen, size, version
-from rl_bridge.cli.sidecar import sidecar
-from rl_bridge.cli.status import status
-from rl_bridge.cli.verify import verify
-from rl_bridge.demo.rollout import Engine
-from rl_bridge.demo.run import DEFAULT_STEPS, run_demo
-from rl_bridge.demo.trainer import MIN_STEPS
+from rl_bridge.cli.screen import say_error, version
 from rl_bridge.errors import WeightBridgeError
-from rl_bridge.manifest.canonical import problem_words
-from rl_bridge.memory.segment import sweep
 
-
-def demo(
-    *,
-    transport: Annotated[
-        str | None,
-        typer.Option(
-            help="How the weights travel: shared-memory, local-clone, or files; an adapter: nixl, "
-            "or shared-memory.",
-            show_default=False,
-        ),
-    ] = None,
-    engine: Annotated[
-        Engine,
-        typer.Option(help="What the rollout samples with: module, vllm, sglang, or vllm-http."),
-    ] = Engine.MODULE,
-    lora: Annotated[
-        bool,
-        typer.Option("--lora", help="Train a LoRA adapter on two ranks; it needs --engine vllm."),
-    ] = False,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="Over files: the store, a directory or such as s3://bucket/run. Without it, a "
-            "directory in OUT.",
-            show_default=False,
-        ),
-    ] = None,
-    steps: Annotated[
-        int, typer.Option(min=MIN_STEPS, help="Training steps, one update of the weights each.")
-    ] = DEFAULT_STEPS,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same rewards.")] = 0,
-    out: Annotated[
-        Path, typer.Option(file_okay=False, help="Where demo.json and demo.png go.")
-    ] = Path("demo-out"),
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Print a line for each step, and no progress bar.")
-    ] = False,
-) -> None:
-    """Train a small policy over the bridge, while faults are planted.
-
-    A trainer and a rollout process learn to sort digits by reinforcement, in about a minute. Each
-    step checks that the rollout samples with exactly the version that it reports. In the middle one
-    update is corrupted, one is stale and one install fails half-way: each is refused or undone, and
-    training goes on. The same run without the bridge shows what they do there.
-
-    Over files, trainer and engines share nothing but the url of a store. The trainer is killed in
-    the middle of a publication, a second engine joins while no trainer lives, and a new trainer
-    goes on from the newest version.
-    """
-    run_demo(
-        transport=transport,
-        engine=engine.value,
-        lora=lora,
-        url=url,
-        steps=steps,
-        seed=seed,
-        out=out,
-        plain=plain,
-        console=screen(),
-    )
-
-
-def gc(
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            exists=True,
-            file_okay=False,
-            readable=True,
-            metavar="DIRECTORY",
-            show_default=False,
-            help="What was given to the bridges as directory=.",
-        ),
-    ],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
-) -> None:
-    """Remove what dead publishers left in a directory.
-
-    A publisher's start does the same by itself. Segments whose publisher lives are never touched,
-    and neither is any other file. Without directory= there is nothing to remove: the kernel frees
-    such segments with the last process that uses them.
-    """
-    swept = sweep(directory, dry_run=dry_run)
-    total = sum(nbytes for _, nbytes in swept)
-    if as_json:
-        say_json(
-            {
-                "directory": str(directory),
-                "dry_run": dry_run,
-                "segments": [{"name": name, "nbytes": nbytes} for name, nbytes in swept],
-                "total_nbytes": total,
-            }
-        )
-        return
-    out = screen()
-    where = plain(str(directory))
-    if not swept:
-        found = "no dead publisher's segment" if any(directory.glob("rlb-*")) else "no segment"
-        out.print(f"Nothing to remove: {found} in {where}.", markup=False)
-        return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("segment", overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    for name, nbytes in swept:
-        table.add_row(Text(name), size(nbytes))
-    out.print(table)
-    done = "Would remove" if dry_run else "Removed"
-    noun = "segment" if len(swept) == 1 else "segments"
-    out.print(f"{done} {len(swept)} {noun}, {size(total)}, from {where}.", markup=False)
+# Command -> its module in this package, and the first line of its help.
+COMMANDS = {
+    "demo": ("demo", "Train a small policy over the bridge, while faults are planted."),
+    "bench": ("bench", "Measure an update between two processes over shared memory."),
+    "doctor": ("doctor", "Tell what works on this machine, and why the rest does not."),
+    "status": ("status", "Show where live publishers, or a side-car's engine, stand."),
+    "inspect": ("inspect", "Show what a manifest says: its source, layout and tensors."),
+    "verify": ("verify", "Verify every byte of a published update."),
+    "gc": ("status", "Remove what dead publishers left in a directory."),
+    "sidecar": ("sidecar", "Stand beside an engine and take its updates over HTTP."),
+    "certs": ("certs", "Make an authority and certificates for the TLS of a run."),
+    "export": ("files", "Write a version as a checkpoint in Hugging Face's layout."),
+    "publish": ("files", "Publish a checkpoint over files, for engines to install."),
+}
+OF_FILES = {
+    "ls": ("files", "List the versions of a store, in the order of their publication."),
+    "show": ("files", "Show one version of a store: what it is, and its files."),
+    "verify": ("files", "Verify every byte of a version in a store."),
+    "gc": ("files", "Remove older versions from a store, and what was not finished."),
+}
 
 
 class _Command(TyperCommand):
@@ -151,9 +48,34 @@ class _Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
+            from pydantic import ValidationError
+
+            from rl_bridge.manifest.canonical import problem_words
+
             if isinstance(error.__cause__, ValidationError):
                 error.message = f"{problem_words(error.__cause__.errors()[0])}."
             raise
+
+
+def _later(module: str) -> type[TyperCommand]:
+    class Later(TyperCommand):
+        """A name and one line of help, until the command itself is called."""
+
+        def loaded(self) -> TyperCommand:
+            """Import the command's function, and make a command of it."""
+            function = getattr(import_module(f"rl_bridge.cli.{module}"), str(self.name))
+            made = typer.Typer(add_completion=False, rich_markup_mode=None)
+            made.command(cls=_Command)(function)
+            return cast("TyperCommand", get_command(made))
+
+        def make_context(self, *args: Any, **options: Any) -> Any:
+            return self.loaded().make_context(*args, **options)
+
+    return Later
+
+
+def _never_called() -> None:
+    """Stand for the function of a command that is not imported yet."""
 
 
 app = typer.Typer(
@@ -185,19 +107,14 @@ def _program(
     """Weight updates from RL trainers to rollout engines, as transactions."""
 
 
-for _command in (
-    *(demo, bench, doctor, status, inspect, verify, gc, sidecar, certs),
-    *(files.export, files.publish),
-):
-    app.command(cls=_Command)(_command)
-
 _files = typer.Typer(
     help="Versions in files: list, show, verify and remove them.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-for _of_files in (files.ls, files.show, files.verify, files.gc):
-    _files.command(cls=_Command)(_of_files)
+for _group, _commands in ((app, COMMANDS), (_files, OF_FILES)):
+    for _name, (_module, _help) in _commands.items():
+        _group.command(_name, cls=_later(_module), help=_help)(_never_called)
 app.add_typer(_files, name="files")
 
 

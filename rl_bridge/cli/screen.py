@@ -2,17 +2,21 @@
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, TextIO, cast
+from typing import TYPE_CHECKING, Literal, TextIO, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rl_bridge.manifest.canonical import JSONValue, canonical_json
-from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.errors import WeightBridgeError
+
+if TYPE_CHECKING:
+    from rl_bridge.manifest.canonical import JSONValue
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
@@ -46,9 +50,27 @@ def screen(*, stderr: bool = False) -> Console:
     )
 
 
-def say_json(value: JSONValue) -> None:
+def say_json(value: "JSONValue") -> None:
     """Write canonical JSON, one line, for programs."""
+    from rl_bridge.manifest.canonical import canonical_json  # with pydantic, which takes a while
+
     typer.echo(canonical_json(value))
+
+
+@contextmanager
+def told(*, as_json: bool) -> Iterator[None]:
+    """Say an error also as JSON, if the answer was to be JSON."""
+    try:
+        yield
+    except WeightBridgeError as error:
+        if as_json:
+            say_json({"error": error_document(error)})
+        raise
+
+
+def error_document(error: WeightBridgeError | None) -> "dict[str, JSONValue] | None":
+    """An error in a document; None if it went well."""
+    return None if error is None else {"type": type(error).__name__, "message": str(error)}
 
 
 def say_error(error: BaseException) -> None:
@@ -94,6 +116,21 @@ def status_text(status: str) -> Text:
     return Text(status, style=_STYLES.get(status, ""))
 
 
+# Columns of all commands: numbers stand to the right, and what may be long is folded.
+_NUMBERS = {"version", "tensors", "size", "ranks", "ms", "GB/s", "of memcpy"}
+_PATHS = {"file", "host", "cert", "key", "ca"}
+_FOLDED = {"name", "segment", "tensor", "shape", "notes", "why"} | _PATHS
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """Make a table of columns with these names."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in columns:
+        side: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
+        made.add_column(name, justify=side, no_wrap=name not in _FOLDED, overflow="fold")
+    return made
+
+
 def facts(rows: dict[str, str | Text], *, title: str) -> Table:
     """Lay out names and values in two columns."""
     table = Table(
@@ -127,39 +164,3 @@ def memory_nbytes() -> tuple[int, int] | None:
         return None
     kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines}
     return kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
-
-
-# ---- Reading a manifest that the user names: a file, or standard input.
-
-_STDIN = Path("-")
-
-
-def _existing(path: Path) -> Path:
-    # Not typer's own `exists`, which knows no dash. Pipes of the shell's are fine: <(command).
-    if path != _STDIN and (not path.exists() or path.is_dir()):
-        msg = f"{str(path)!r} is no file."
-        raise typer.BadParameter(msg)
-    return path
-
-
-ManifestFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE",
-        callback=_existing,
-        show_default=False,
-        help="A manifest's JSON, as manifest.to_json() wrote it; - reads standard input.",
-    ),
-]
-
-
-def read_manifest(path: Path) -> WeightUpdateManifest:
-    """Read a manifest from a file, or from standard input for ``-``.
-
-    Raises:
-        WeightManifestValidationError: it is no valid manifest; the subclass says why.
-
-    """
-    text = sys.stdin.buffer.read() if path == _STDIN else path.read_bytes()
-    # The format has no white space around it, but files and shells like to end with a line break.
-    return WeightUpdateManifest.from_json(text.strip())

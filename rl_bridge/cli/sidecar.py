@@ -75,8 +75,9 @@ def tls_files(cert: Path | None, key: Path | None, ca: Path | None) -> TLSFiles 
     if cert and key and ca:
         return TLSFiles(cert=cert, key=key, ca=ca)
     if cert or key or ca:
-        msg = "expected --tls-cert, --tls-key and --tls-ca together. Give all three, or none."
-        raise typer.BadParameter(msg)
+        raise typer.BadParameter(
+            "expected --tls-cert, --tls-key and --tls-ca together. Give all three, or none."
+        )
     return None
 
 
@@ -224,18 +225,16 @@ def find_executor(
     try:
         make = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"there is no engine {engine!r}: {error}. Name a server's URL, or a function that "
             "makes a TwoPhaseExecutor as module:function."
-        )
-        raise WeightBridgeUnavailableError(msg) from error
+        ) from error
     made = make()
     if not isinstance(made, TwoPhaseExecutor):
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"{engine} made a {type(made).__name__}, expected a TwoPhaseExecutor. Make it return "
             "rl_bridge.remote.TwoPhaseExecutor(weight_bridge=..., weight_install_adapter=...)."
         )
-        raise WeightBridgeUnavailableError(msg)
     return made
 
 
@@ -250,14 +249,14 @@ def _adapter(
         client = sglang_client(url, timeout_s=timeout_s, api_key=key)
         return SGLangInstallAdapter(client)
     if api_key_file is not None:
-        msg = "a vLLM server's update routes take no API key. Leave --api-key-file out."
-        raise ValueError(msg)
+        raise ValueError("a vLLM server's update routes take no API key. Leave --api-key-file out.")
     return VLLMEngineAdapter(url, timeout_s=timeout_s)
 
 
 def _api_key(path: str | os.PathLike[str]) -> str:
     text = read_secret(path).decode("latin-1").strip()
     if not (text and text.isascii() and text.isprintable()):
-        msg = f"the file {path} holds no API key, expected one line of text. Write it there."
-        raise WeightBridgeUnavailableError(msg)
+        raise WeightBridgeUnavailableError(
+            f"the file {path} holds no API key, expected one line of text. Write it there."
+        )
     return text

@@ -1,7 +1,8 @@
 """`rl-bridge status`: where publishers of this machine, or an engine behind a side-car, stand.
 
-Read-only: of a publisher its descriptors are looked at through ``/proc``, and its slots' stamps and
-consumers' records are read there. Nothing is locked, so that no publisher ever waits for this.
+It is read-only: it looks at a publisher's descriptors through ``/proc``, and reads its slots'
+stamps and consumers' records there. Nothing is locked, so no publisher ever waits for it.
+`rl-bridge gc`, at the end, removes what dead publishers left.
 """
 
 import os
@@ -12,20 +13,20 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from rl_bridge.cli.screen import facts, plain, say_json, screen, size
+from rl_bridge.cli.screen import facts, plain, say_json, screen, size, table
 from rl_bridge.cli.sidecar import TLSAuthority, TLSCert, TLSKey, tls_files
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
 from rl_bridge.memory.control import Record, read_records
+from rl_bridge.memory.segment import sweep
 from rl_bridge.memory.slots import STAMP_NBYTES, Stamp, parse_stamp
 from rl_bridge.processes import close_fd, open_fd
 from rl_bridge.remote import RemoteEngine
-from rl_bridge.remote.views import Status
+from rl_bridge.remote.answers import Status
 from rl_bridge.transports.wire.tls import TLSFiles
 
 _DIGITS = 12  # of an update id on the screen; --json has all of them
@@ -71,19 +72,20 @@ def status(  # noqa: PLR0917 - typer calls it by name
     """
     if target is not None and target.startswith(("http://", "https://")):
         if key_file is None:
-            msg = f"{target} answers signed requests only. Give --key-file, the side-car's own key."
-            raise typer.BadParameter(msg, param_hint="--key-file")
+            raise typer.BadParameter(
+                f"{target} answers signed requests only. Give --key-file, the side-car's own key.",
+                param_hint="--key-file",
+            )
         _show_sidecar(
             target, key_file, tls_files(tls_cert, tls_key, tls_ca), timeout_s, as_json=as_json
         )
         return
     publishers = _found(target)
     if target is not None and not publishers:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"{target} has no live publisher that this user can see, expected one over "
             "shared-memory or cuda-vmm. `rl-bridge status` lists all that /proc shows."
         )
-        raise WeightBridgeUnavailableError(msg)
     if as_json:
         say_json({"publishers": [_document(one) for one in publishers]})
         return
@@ -144,11 +146,11 @@ def _found(target: str | None) -> list[_Publisher]:
     if Path(target).is_dir():
         named = [(path, _NAME.fullmatch(path.name)) for path in sorted(Path(target).iterdir())]
         return _read([(path, name) for path, name in named if name], None)
-    msg = (
+    raise typer.BadParameter(
         f"{target!r} is no pid, no directory and no URL, expected such as 4711, /dev/shm/run1 or "
-        "http://127.0.0.1:8471. Give one of these, or nothing."
+        "http://127.0.0.1:8471. Give one of these, or nothing.",
+        param_hint="TARGET",
     )
-    raise typer.BadParameter(msg, param_hint="TARGET")
 
 
 def _of_process(pid: int) -> list[_Publisher]:
@@ -231,9 +233,7 @@ def _show_publisher(one: _Publisher, out: Console) -> None:
     where = "" if one.pid is None else f" in process {one.pid}"
     total = size(sum(slot.nbytes for slot in one.slots))
     out.print(Text(f"Publisher {one.label}{where}: {len(one.slots)} slots, {total}", style="bold"))
-    slots = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("slot", "version", "update", "size", "state"):
-        slots.add_column(column, no_wrap=True)
+    slots = table("slot", "version", "update", "size", "state")
     for slot in one.slots:
         update = slot.update_id
         number = one.version_of(update)
@@ -241,9 +241,7 @@ def _show_publisher(one: _Publisher, out: Console) -> None:
         cells = (version, (update or "")[:_DIGITS], size(slot.nbytes), slot.state)
         slots.add_row(str(slot.number), *cells)
     out.print(slots)
-    consumers = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("consumer", "rank", "pid", "presence", "version", "state", "why"):
-        consumers.add_column(column, no_wrap=column != "why", overflow="fold")
+    consumers = table("consumer", "rank", "pid", "presence", "version", "state", "why")
     for record in one.records:
         who = (plain(record.worker), str(record.rank), str(record.pid), record.presence)
         last = record.updates[-1] if record.updates else None
@@ -292,3 +290,56 @@ def _status_facts(found: Status) -> dict[str, str | Text]:
         "proof": "" if ack is None else plain(ack.proof.method),
     }
     return {name: value for name, value in rows.items() if value}
+
+
+# ---- what dead publishers left ------------------------------------------------------------------
+
+
+def gc(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            exists=True,
+            file_okay=False,
+            readable=True,
+            metavar="DIRECTORY",
+            show_default=False,
+            help="The directory= that the bridges were given.",
+        ),
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Remove what dead publishers left in a directory.
+
+    A publisher's start does the same by itself. Segments whose publisher lives are never touched,
+    and neither is any other file. Without directory= there is nothing to remove: the kernel frees
+    such segments with the last process that uses them.
+    """
+    swept = sweep(directory, dry_run=dry_run)
+    total = sum(nbytes for _, nbytes in swept)
+    if as_json:
+        say_json(
+            {
+                "directory": str(directory),
+                "dry_run": dry_run,
+                "segments": [{"name": name, "nbytes": nbytes} for name, nbytes in swept],
+                "total_nbytes": total,
+            }
+        )
+        return
+    out = screen()
+    where = plain(str(directory))
+    if not swept:
+        found = "no dead publisher's segment" if any(directory.glob("rlb-*")) else "no segment"
+        out.print(f"Nothing to remove: {found} in {where}.", markup=False)
+        return
+    shown = table("segment", "size")
+    for name, nbytes in swept:
+        shown.add_row(Text(name), size(nbytes))
+    out.print(shown)
+    done = "Would remove" if dry_run else "Removed"
+    noun = "segment" if len(swept) == 1 else "segments"
+    out.print(f"{done} {len(swept)} {noun}, {size(total)}, from {where}.", markup=False)

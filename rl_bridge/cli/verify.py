@@ -16,15 +16,16 @@ from rich.text import Text
 
 from rl_bridge.assembly.assemble import require_sealed
 from rl_bridge.bridge.consumer import require_header
+from rl_bridge.cli.inspect import ManifestFile, read_manifest
 from rl_bridge.cli.screen import (
-    ManifestFile,
+    error_document,
     facts,
     plain,
-    read_manifest,
     say_json,
     screen,
     size,
     status_text,
+    table,
 )
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightBridgeError
 from rl_bridge.manifest.canonical import JSONValue
@@ -147,13 +148,12 @@ def _compare(manifest: WeightUpdateManifest, readings: Sequence[_Reading]) -> No
     for one in readings:
         if one.differing:
             name = next(iter(one.differing))
-            msg = (
+            raise ChecksumMismatch(
                 f"tensor checksum mismatch for {one.label(name)!r} in version "
                 f"{manifest.weight_version}: expected {one.part.tensors[name].checksum}, got "
                 f"{one.checksums[name]} ({num_differing} of {_num_tensors(readings)} tensors "
                 "differ). Do not install this update: publish again."
             )
-            raise ChecksumMismatch(msg)
     for one in readings:
         if one.header is not None:
             raise one.header
@@ -169,7 +169,7 @@ def _document(
 ) -> dict[str, JSONValue]:
     document: dict[str, JSONValue] = {
         "status": "pass" if failure is None else "failed",
-        "error": failure and {"type": type(failure).__name__, "message": str(failure)},
+        "error": error_document(failure),
     }
     if manifest is not None:
         document |= {
@@ -209,8 +209,8 @@ def _show(
     bad = [name for one in readings for name in one.differing]
     is_header_wrong = any(one.header for one in readings)
     out = screen()
-    table, num_left = _tensor_table(readings, every_tensor=every_tensor)
-    out.print(table)
+    shown, num_left = _tensor_table(readings, every_tensor=every_tensor)
+    out.print(shown)
     if num_left:
         out.print(Text(f"and {num_left} more, all pass (--tensors lists them)", style="dim"))
     out.print()
@@ -239,16 +239,12 @@ def _tensor_table(readings: Sequence[_Reading], *, every_tensor: bool) -> tuple[
     good = [(one, name) for one in readings for name in one.checksums if name not in one.differing]
     names = [*bad, *good]
     shown = names if every_tensor else names[: max(_SHOWN, len(bad))]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("checksum", no_wrap=True)
+    made = table("tensor", "size", "result", "checksum")
     for one, name in shown:
         tensor = one.part.tensors[name]
         found = Text(one.checksums[name][:_DIGITS], style="dim")
         if name in one.differing:
             found = Text(f"{found.plain}, expected {tensor.checksum[:_DIGITS]}", style="red")
         result = status_text("failed" if name in one.differing else "pass")
-        table.add_row(Text(plain(one.label(name))), size(tensor.nbytes), result, found)
-    return table, len(names) - len(shown)
+        made.add_row(Text(plain(one.label(name))), size(tensor.nbytes), result, found)
+    return made, len(names) - len(shown)

@@ -1,11 +1,17 @@
-"""SkyRL's sync of a LoRA adapter by files: its configuration and request, and a proof.
+"""SkyRL's weight sync: its policy workers update vLLM servers, and its LoRA by files, with a proof.
 
-SkyRL's trainer writes the adapter into ``lora_sync_path``, a directory that all workers see, and
-sends a request without tensors, whose only name is ``lora_disk_load``; its engine has vLLM load the
-directory. Here every version has a directory of its own below that path, written whole or not at
-all. The engine's side reads it, and installs it as a version of an adapter: in memory, on all ranks
-or none, proven, and undone if anything fails. Names and fields are those of SkyRL's weight sync
-(``trainer.policy.model.lora``, ``names``, ``extras``).
+`bridged` gives SkyRL's policy worker's class with another sender of weights: its first rank
+publishes the whole tensors that SkyRL gathers, and each vLLM server takes them as a transaction.
+
+    fsdp_worker.PolicyWorker = ray.remote(num_gpus=1)(bridged(FSDPPolicyWorkerBase))
+
+A LoRA adapter goes by files, as in SkyRL. SkyRL's trainer writes the adapter into
+``lora_sync_path``, a directory that all workers see, and sends a request without tensors, whose
+only name is ``lora_disk_load``; its engine has vLLM load the directory. Here every version has a
+directory of its own below that path, written whole or not at all. The engine's side reads it, and
+installs it as a version of an adapter: in memory, on all ranks or none, proven, and undone if
+anything fails. Names and fields are those of SkyRL's weight sync (``trainer.policy.model.lora``,
+``names``, ``extras``).
 
     lora = LoRAConfig(rank=8, alpha=16, lora_sync_path="/mnt/shared/lora")
     writer = LoRADiskWriter(lora)                              # trainer, on each rank
@@ -21,16 +27,19 @@ or none, proven, and undone if anything fails. Names and fields are those of Sky
         llm.generate(prompts, params, lora_request=loader.lora_request())
 """
 
+import asyncio
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from rl_bridge.bridge import RolloutExecutor, make_weight_bridge
+from rl_bridge.compat.servers import EngineServers, raise_on_all_ranks
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.errors import IncompatibleUpdate, MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.installers import TransactionalAdapter
 from rl_bridge.trainers import StateDictExtractor, WeightExtractor, read_peft, write_peft
@@ -41,6 +50,7 @@ __all__ = [
     "LoRAConfig",
     "LoRADiskLoader",
     "LoRADiskWriter",
+    "bridged",
     "is_lora_disk_loading_request",
 ]
 
@@ -48,6 +58,116 @@ LORA_DISK_LOAD = "lora_disk_load"
 """The only name in a request that tells of a directory."""
 _PATH, _VERSION = "lora_disk_path", "weight_version"
 _KEPT = 2  # an engine may be reading the one before
+
+
+_SYNC = "init_weight_sync_state"
+Worker = TypeVar("Worker", bound=type)
+
+
+def bridged(
+    worker_class: Worker, *, transport: str = "shared-memory", **engine_options: Any
+) -> Worker:
+    """Return a SkyRL policy worker's class whose weights go to vLLM servers as transactions.
+
+    For ``FSDPPolicyWorkerBase`` and ``MegatronPolicyWorkerBase`` with engines of their own GPUs
+    (``placement.colocate_all=false``); made and used as ever. A sync that fails raises on all of
+    the trainer's ranks, and the engines that refused it serve the version before.
+
+    Args:
+        worker_class: SkyRL's, or a subclass of one.
+        transport: which one carries the bytes.
+        engine_options: as `VLLMEngineAdapter` takes them. ``cast`` is True unless given.
+
+    Raises:
+        TypeError: no policy worker.
+
+    """
+    homes = [kind for kind in worker_class.__mro__ if _SYNC in vars(kind)]
+    if not homes:
+        raise TypeError(
+            f"{worker_class.__name__} has no {_SYNC}, expected a policy worker of SkyRL such as "
+            "FSDPPolicyWorkerBase. Give it that class, before ray.remote."
+        )
+    facts = {"bridge_transport": transport, "bridge_options": {"cast": True, **engine_options}}
+    # Between SkyRL's own classes, whose last one would connect a sender of SkyRL's.
+    sync = type("BridgedSync", (_BridgedSync, homes[-1]), facts)
+    return type(worker_class.__name__, (worker_class, sync), {})  # type: ignore[return-value]  # a subclass
+
+
+class _BridgedSync:
+    """What SkyRL's worker does to connect its sender of weights, with one of this library."""
+
+    bridge_transport: str
+    bridge_options: Mapping[str, Any]
+    cfg: Any  # SkyRL's
+
+    async def init_weight_sync_state(
+        self, inference_engine_client: Any, inference_engine_cfg: Any
+    ) -> None:
+        """Make the sender; every rank calls it. The engines are not called."""
+        del inference_engine_cfg
+        client = inference_engine_client
+        replicas = getattr(client, "data_parallel_size", 1)
+        if self.cfg.placement.colocate_all or replicas > 1:
+            raise WeightBridgeUnavailableError(
+                f"placement.colocate_all={self.cfg.placement.colocate_all} and "
+                f"data_parallel_size={replicas}: expected false and 1. SkyRL puts colocated "
+                "engines to sleep, which leaves an undo nothing to go back to, and lists a server "
+                "for each replica of an engine. Start engines of their own."
+            )
+        servers = None
+        if torch.distributed.get_rank() == 0:
+            servers = EngineServers(self.bridge_transport)
+            servers.connect(
+                {url: VLLMEngineAdapter(url, **self.bridge_options) for url in client.server_urls}
+            )
+        self._weight_transfer_sender = BridgeWeightSender(servers)
+        self._transfer_strategy_cls = BridgeWeightSender
+
+
+class BridgeWeightSender:
+    """SkyRL's ``WeightTransferSender`` over `EngineServers`, which its first rank has."""
+
+    handles_prefix_cache_reset = True
+    """An update drops what engines have cached, all or nothing with the weights."""
+
+    def __init__(self, servers: EngineServers | None) -> None:
+        """Send to these servers; None on the other ranks."""
+        self._servers = servers
+
+    async def send_chunks(
+        self, chunks: Iterable[Any], weight_metadata: object = None, **_options: object
+    ) -> None:
+        """Publish all tensors as the next version, and return when every server has proven it.
+
+        Every rank of the trainer calls it, and reads `chunks` to the end, since SkyRL gathers in
+        there.
+
+        Raises:
+            WeightBridgeError: it was not published, or a server refused or undid it.
+
+        """
+        del weight_metadata
+        chunks = iter(chunks)
+        pairs = (
+            (name, one.cpu())
+            for chunk in chunks
+            for name, one in zip(chunk.names, chunk.tensors, strict=True)
+        )
+        problem: Exception | None = None
+        try:
+            if self._servers is not None:
+                await asyncio.to_thread(self._servers.update, pairs)
+        except Exception as error:  # noqa: BLE001 - raised below, when the others know of it
+            problem = error
+        for _ in chunks:
+            pass
+        raise_on_all_ranks(problem)
+
+    def teardown(self) -> None:
+        """Leave the servers to the next trainer. Idempotent."""
+        if self._servers is not None:
+            self._servers.close()
 
 
 class LoRAConfig(BaseModel):
@@ -118,26 +238,25 @@ class LoRADiskWriter:
         tensors = whole_copies(extractor.full())
         spec = extractor.adapter
         if spec is None:
-            msg = (
+            raise IncompatibleUpdate(
                 "the extractor gives a model's weights, expected an adapter. Make it with adapter=."
             )
-            raise IncompatibleUpdate(msg)
         shapes = {name: tuple(one.shape) for name, one in tensors.items()}
         ranks = {pair.rank for pair in spec.pairs(shapes)}
         if ranks != {self._config.rank}:
-            msg = (
+            raise IncompatibleUpdate(
                 f"adapter {spec.name!r} has rank {sorted(ranks)}, and lora.rank is "
                 f"{self._config.rank}. Set lora.rank to the adapter's."
             )
-            raise IncompatibleUpdate(msg)
         if torch.distributed.is_initialized() and torch.distributed.get_rank():
             return None
         home = self._config.lora_sync_path
         try:
             home.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            msg = f"lora_sync_path {home} cannot be made: {error.strerror}. Name another one."
-            raise WeightBridgeUnavailableError(msg) from error
+            raise WeightBridgeUnavailableError(
+                f"lora_sync_path {home} cannot be made: {error.strerror}. Name another one."
+            ) from error
         folder = home / f"{self._adapter}-{weight_version}-{self._token}"
         write_peft(folder, spec, tensors)
         self._written.append(folder)
@@ -176,12 +295,11 @@ class LoRADiskLoader:
         """
         extra: Mapping[str, Any] = next(iter(request.get("extras") or []), {})
         if not is_lora_disk_loading_request(request) or not isinstance(extra.get(_PATH), str):
-            msg = (
+            raise MalformedManifest(
                 f"the request has names {list(request.get('names') or [])[:3]}, expected "
                 f"[{LORA_DISK_LOAD!r}] and extras with {_PATH!r}. Send requests with tensors to "
                 "the weights' own loader."
             )
-            raise MalformedManifest(msg)
         spec, tensors = read_peft(extra[_PATH], self.adapter)
         version = int(extra.get(_VERSION, self._version + 1))
         # One for each load: a request that failed may come again, and a trainer may go back a step.

@@ -14,13 +14,14 @@ serves the version before. Names are those of TRL 1.16.
 
 import atexit
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from rl_bridge.bridge import Acknowledgement, RolloutExecutor, TensorBridge, make_weight_bridge
+from rl_bridge.compat.servers import Pairs, Standing, readable
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.errors import (
     BridgeClosed,
@@ -32,7 +33,6 @@ from rl_bridge.manifest import WeightUpdateManifest
 __all__ = ["BridgeWeightTransfer", "UpdatedEngine", "bridged"]
 
 Trainer = TypeVar("Trainer", bound=type)
-Pairs = Iterable[tuple[str, torch.Tensor]]
 _GENERATION = "VLLMGeneration"
 
 
@@ -85,15 +85,14 @@ class BridgeWeightTransfer:
             bridge = make_weight_bridge(bridge, source_worker="trainer")
             self._closes.append(bridge)
         self.bridge: TensorBridge = bridge
-        self._held: str | None = None
+        self._standing = Standing()
         self._is_closed = False
         if isinstance(engine, UpdatedEngine):
             if engine_options:
-                msg = (
+                raise TypeError(
                     f"engine is a {type(engine).__name__}, which has its options already; got "
                     f"{sorted(engine_options)}. Give them to its adapter."
                 )
-                raise TypeError(msg)
             self.engine: UpdatedEngine = engine
             return
         adapter = VLLMEngineAdapter(engine, **{"cast": True, **engine_options})
@@ -125,21 +124,15 @@ class BridgeWeightTransfer:
 
         """
         if self._is_closed:
-            msg = "this weight transfer is destroyed. Make a new one for the next trainer."
-            raise BridgeClosed(msg)
+            raise BridgeClosed(
+                "this weight transfer is destroyed. Make a new one for the next trainer."
+            )
         bridge, last = self.bridge, self.bridge.publisher.last_version
-        is_there = bridge.transport.startswith("cuda")
-        readable = ((name, one if is_there else one.cpu()) for name, one in iterator)
-        manifest = bridge.publish(readable, weight_version=1 if last is None else last + 1)
-        try:
+        pairs = readable(bridge.transport, iterator)
+        manifest = bridge.publish(pairs, weight_version=1 if last is None else last + 1)
+        with self._standing.replaced(bridge, manifest):
             self.engine.update_weights(manifest)
             _require_acknowledged(manifest, self.engine.last_ack)
-        except BaseException:
-            bridge.release(manifest.update_id)
-            raise
-        previous, self._held = self._held, manifest.update_id
-        if previous is not None:
-            bridge.release(previous)
 
     def resume(self) -> None:
         """Do nothing: the update has ended its own pause."""
@@ -152,19 +145,13 @@ class BridgeWeightTransfer:
 
 
 def _require_acknowledged(manifest: WeightUpdateManifest, ack: Acknowledgement | None) -> None:
-    """Refuse to count a version that the engine did not prove.
-
-    Raises:
-        WeightUpdateRejectedError: its last acknowledgement is of another update, or none.
-
-    """
+    """Refuse to count a version that the engine did not prove."""
     if ack is None or ack.update_id != manifest.update_id:
-        msg = (
+        raise WeightUpdateRejectedError(
             f"version {manifest.weight_version} was sent, and the engine's last acknowledgement is "
             f"{'none' if ack is None else f'of version {ack.weight_version}'}. Give this trainer "
             "an engine that nobody else updates."
         )
-        raise WeightUpdateRejectedError(msg)
 
 
 def bridged(
@@ -191,11 +178,10 @@ def bridged(
     homes = [sys.modules[kind.__module__] for kind in trainer_class.__mro__]
     home = next((one for one in homes if hasattr(one, _GENERATION)), None)
     if home is None:
-        msg = (
+        raise TypeError(
             f"{trainer_class.__name__} does not use TRL's {_GENERATION}, expected a trainer such "
             "as trl.GRPOTrainer. Give AsyncGRPOTrainer weight_transfer=BridgeWeightTransfer(...)."
         )
-        raise TypeError(msg)
     base = getattr(home, _GENERATION)
     facts = {
         "bridge": bridge,
@@ -209,8 +195,9 @@ def bridged(
         with _replaced(home, generation):
             trainer_class.__init__(self, *args, **kwargs)  # type: ignore[misc]  # the class's own
         if not hasattr(self, "vllm_generation"):
-            msg = "the trainer does not generate with vLLM. Set use_vllm=True in its arguments."
-            raise ValueError(msg)
+            raise ValueError(
+                "the trainer does not generate with vLLM. Set use_vllm=True in its arguments."
+            )
 
     return type(trainer_class.__name__, (trainer_class,), {"__init__": init})  # type: ignore[return-value]  # a subclass
 
@@ -260,13 +247,12 @@ class _BridgedGeneration:
             self.accelerator.wait_for_everyone()
             return
         if self.tensor_parallel_size > 1 or self.enable_sleep_mode:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"a colocated engine with tensor_parallel_size={self.tensor_parallel_size} and "
                 f"sleep mode {'on' if self.enable_sleep_mode else 'off'}: expected 1 and off. Each "
                 "process drives its own engine only, and what a deep sleep throws away is not what "
                 "an undo could go back to. Use vllm_mode='server'."
             )
-            raise WeightBridgeUnavailableError(msg)
         super()._init_vllm()  # type: ignore[misc]  # TRL's
         self._use(self.llm)
 
@@ -293,11 +279,10 @@ class _BridgedGeneration:
         if problem is not None:
             raise problem
         if count:
-            msg = (
+            raise WeightUpdateRejectedError(
                 f"the update failed in {count} of the trainer's processes, and not in this one; "
                 "theirs say why. Start the trainer anew from its last checkpoint."
             )
-            raise WeightUpdateRejectedError(msg)
 
     def _lasting(self, pairs: Pairs) -> Pairs:
         """The tensors as they are read at the end: those of a merge or a gather are gone then."""

@@ -7,15 +7,17 @@ configuration ask for; the third lets an engine keep the version that an undo go
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=rl_bridge.compat.verl
     actor_rollout_ref.rollout.free_cache_engine=False
 
-The trainer's first rank publishes, verl's global step is the version. Each vLLM server of verl then
-takes it as a transaction: all of its ranks verify, install and prove it, or it serves the version
-before. Other rollouts of verl read the version once it is verified, and install it by themselves:
-without proof, and without undo. Manifests and answers go through a small actor of Ray.
+The trainer's first rank publishes, verl's global step is the version. The vLLM servers of verl take
+it together: all ranks of all servers verify and stage it, or every server keeps the version before;
+then the trainer gives the word, and each server installs and proves it, or undoes it. Other
+rollouts of verl read the version once it is verified, and install it by themselves: without proof,
+and without undo. Manifests and answers go through a small actor of Ray.
 
 Names are those of verl 0.9.
 """
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
@@ -24,7 +26,9 @@ from typing import Any
 
 import torch
 
-from rl_bridge.bridge import RolloutExecutor, TensorBridge, make_weight_bridge
+from rl_bridge.bridge import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.executor import TwoPhaseExecutor
+from rl_bridge.compat.servers import Standing, readable, stage
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.errors import (
     DeadlineExceeded,
@@ -35,87 +39,40 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest import WeightUpdateManifest
 from rl_bridge.ray.calls import require
+from rl_bridge.ray.group_store import GroupStore
 
 __all__ = ["BridgeCheckpointEngine", "Delivery"]
 
 BACKEND = "rl_bridge"
-PROVEN, READ = "proven", "read"
-"""What a rollout's process answers: its engine proved the version, or its bytes were read."""
+STAGED, PROVEN, READ = "staged", "proven", "read"
+"""Answers of a rollout's process: its engine can install the version; its engine has proven it; the
+process has read the version's bytes."""
 _FAILED = "failed: "
-
-
-class _Mailbox:
-    """The actor of Ray between a trainer and its rollouts, for one sync at a time.
-
-    It belongs to the process that made it: where the trainer's first rank dies, Ray ends it, and
-    who waits for a manifest is told so.
-    """
-
-    def __init__(self) -> None:
-        self._sync = ""
-        self._offer = ("", "")
-        self._answers: dict[int, str] = {}
-        self._news = asyncio.Condition()
-
-    async def offer(self, sync: str, manifest: str, failure: str) -> None:
-        """Take what the trainer has: the manifest's text, or why there is none."""
-        async with self._news:
-            self._sync, self._offer, self._answers = sync, (manifest, failure), {}
-            self._news.notify_all()
-
-    async def offered(self, sync: str) -> tuple[str, str]:
-        """Wait for the offer of this sync."""
-        async with self._news:
-            await self._news.wait_for(lambda: self._sync == sync)
-            return self._offer
-
-    async def answer(self, sync: str, rank: int, said: str) -> None:
-        """Take a rollout process's answer; one to an earlier sync is dropped."""
-        async with self._news:
-            if self._sync == sync:
-                self._answers[rank] = said
-                self._news.notify_all()
-
-    async def answers(self, sync: str, count: int) -> dict[int, str]:
-        """Wait for so many answers; those that came, if a later sync has begun or one failed."""
-
-        def is_decided() -> bool:
-            said = self._answers.values()
-            is_failed = any(one.startswith(_FAILED) for one in said)
-            return self._sync != sync or len(said) >= count or is_failed
-
-        async with self._news:
-            await self._news.wait_for(is_decided)
-            return dict(self._answers) if self._sync == sync else {}
+_LONGER_S = 1e6  # than `_told` waits
 
 
 async def _told(call: Any, what: str, timeout_s: float) -> Any:
-    """An actor's answer.
-
-    Raises:
-        DeadlineExceeded: it did not come in time.
-        EngineLost: the actor is gone.
-
-    """
+    """An actor's answer. Raises DeadlineExceeded, or EngineLost if the actor is gone."""
     try:
         return await asyncio.wait_for(asyncio.wrap_future(call.future()), timeout_s)
     except TimeoutError as error:
         require().cancel(call)
-        msg = (
+        raise DeadlineExceeded(
             f"{what} did not come within {timeout_s} s. See the log of the other side's workers; "
             f"engine_kwargs.{BACKEND}.timeout_s is how long to wait."
-        )
-        raise DeadlineExceeded(msg) from error
+        ) from error
     except require("ray.exceptions").RayActorError as error:
-        msg = f"{what} will not come: the other side's process ended. Start it anew with verl."
-        raise EngineLost(msg) from error
+        raise EngineLost(
+            f"{what} will not come: the other side's process ended. Start it anew with verl."
+        ) from error
 
 
 class Delivery:
     """One sync as a rollout's process has it: what `BridgeCheckpointEngine.receive_weights` gives.
 
     Read it with ``async for``, as verl's rollouts do: the first pair comes when every byte of the
-    whole version is verified. Or take `manifest`, install that, and `answer`.
+    whole version is verified. Or take `manifest`, stage that, `answer`, wait for the `word`,
+    install it, and `answer` once more.
 
     Attributes:
         engine: the one that it came by.
@@ -134,22 +91,38 @@ class Delivery:
 
         Raises:
             WeightUpdateRejectedError: the trainer could not publish; the text says why.
-            DeadlineExceeded: no manifest in time.
-            EngineLost: the trainer's first rank is dead.
-            MalformedManifest: what came is no manifest.
+            WeightBridgeError: no manifest in time; the trainer's first rank is dead.
 
         """
-        call = self._mailbox.offered.remote(self._sync)
-        text, failure = await _told(call, "the trainer's manifest", self.engine.timeout_s)
+        call = self._mailbox.wait_for.remote([f"{self._sync} offer"], "", _LONGER_S)
+        (told,), _ = await _told(call, "the trainer's manifest", self.engine.timeout_s)
+        text, failure = json.loads(told)
         if failure:
-            msg = f"the trainer published no version: {failure}. The engine keeps its own."
-            raise WeightUpdateRejectedError(msg)
+            raise WeightUpdateRejectedError(
+                f"the trainer published no version: {failure}. The engine keeps its own."
+            )
         return WeightUpdateManifest.from_json(text)
 
+    async def word(self) -> None:
+        """Wait until the trainer knows that every rollout can install the version.
+
+        Raises:
+            WeightUpdateRejectedError: one cannot; the text says which, and why.
+            WeightBridgeError: no word in time; the trainer's first rank is dead.
+
+        """
+        call = self._mailbox.wait_for.remote([f"{self._sync} word"], "", _LONGER_S)
+        (refusal,), _ = await _told(call, "the trainer's word", self.engine.timeout_s)
+        if refusal:
+            raise WeightUpdateRejectedError(f"{refusal}. The engine keeps its own.")
+
     def answer(self, said: str | BaseException) -> None:
-        """Tell the trainer how it went: `PROVEN`, `READ`, or the error."""
+        """Tell the trainer how it went: `STAGED`, `PROVEN`, `READ`, or the error."""
         text = said if isinstance(said, str) else f"{_FAILED}{describe(said)}"
-        self._mailbox.answer.remote(self._sync, self._rank, text)
+        for step in ("staged",) if said == STAGED else ("staged", "done"):
+            self._mailbox.set.remote(f"{self._sync} {step} {self._rank}", text)
+        if text.startswith(_FAILED):
+            self._mailbox.set.remote(f"{self._sync} failed", text)
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Pairs of name and tensor, on the CPU, read-only: valid until the next is asked for."""
@@ -200,8 +173,9 @@ class BridgeCheckpointEngine:
         self.engine_options = {"cast": True, "timeout_s": timeout_s, **(engine_options or {})}
         self._is_master = is_master
         self._mailbox: Any = None
-        self._held: str | None = None
+        self._standing = Standing()
         self._sync, self._rank, self._count = "", 0, 0
+        self._keys: list[str] = []  # what the mailbox may have of this sync
 
     @cached_property
     def bridge(self) -> TensorBridge:
@@ -219,8 +193,8 @@ class BridgeCheckpointEngine:
         if not self._is_master:
             return {"mailbox": None}
         if self._mailbox is None:
-            kind = require().remote(_Mailbox)
-            self._mailbox = kind.options(num_cpus=0, max_concurrency=1000).remote()
+            # It belongs to this process: where that dies, Ray ends it, and who waits is told so.
+            self._mailbox = require().remote(num_cpus=0)(GroupStore).remote()
         return {"mailbox": self._mailbox}
 
     @classmethod
@@ -240,11 +214,10 @@ class BridgeCheckpointEngine:
         """
         boxes = [one["mailbox"] for one in metadata[:actor_wg_world_size] if one["mailbox"]]
         if len(boxes) != 1:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"{len(boxes)} of {actor_wg_world_size} ranks of the trainer were made with "
                 "is_master=True, expected 1. verl does so for its rank 0."
             )
-            raise WeightBridgeUnavailableError(msg)
         sync = secrets.token_hex(8)
 
         def told(size: int) -> dict[str, list[Any]]:
@@ -265,8 +238,9 @@ class BridgeCheckpointEngine:
         """Publish all tensors as one version; return when every rollout's process has answered.
 
         Every rank of the trainer calls it, and reads its own `weights` to the end, since verl
-        gathers in there; the first rank publishes. A rollout that fails keeps the version before.
-        Others may have the new one, which the next sync brings to all.
+        gathers in there; the first rank publishes. Where a rollout refuses the version, no vLLM
+        server installs it. One that fails as it installs keeps the version before, and others may
+        have the new one: the next sync brings all together again.
 
         Args:
             weights: verl's pairs of the checkpoint's name and the whole tensor.
@@ -287,17 +261,10 @@ class BridgeCheckpointEngine:
         try:
             manifest = self._published(weights, global_steps)
         except BaseException as error:
-            call = self._mailbox.offer.remote(self._sync, "", describe(error))
-            await _told(call, "the mailbox's receipt", self.timeout_s)
+            await self._offer("", describe(error))
             raise
-        try:
+        with self._standing.replaced(self.bridge, manifest):
             said = await self._answers(manifest)
-        except BaseException:
-            self.bridge.release(manifest.update_id)
-            raise
-        previous, self._held = self._held, manifest.update_id
-        if previous is not None:
-            self.bridge.release(previous)
         return {
             "rl_bridge/weight_version": manifest.weight_version,
             "rl_bridge/engines_proven": said.count(PROVEN),
@@ -307,31 +274,51 @@ class BridgeCheckpointEngine:
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None
     ) -> WeightUpdateManifest:
         pairs = iter(weights)
-        is_there = self.transport.startswith("cuda")
-        readable = ((name, one if is_there else one.cpu()) for name, one in pairs)
         try:
-            return self.bridge.publish(readable, weight_version=version)
+            return self.bridge.publish(readable(self.transport, pairs), weight_version=version)
         finally:
             for _ in pairs:  # the other ranks take part in its gathers
                 pass
 
     async def _answers(self, manifest: WeightUpdateManifest) -> list[str]:
-        offer = self._mailbox.offer.remote(self._sync, manifest.to_json(), "")
-        await _told(offer, "the mailbox's receipt", self.timeout_s)
-        call = self._mailbox.answers.remote(self._sync, self._count)
-        what = (
-            f"the answer of all {self._count} rollout workers to version {manifest.weight_version}"
-        )
-        said: Mapping[int, str] = await _told(call, what, self.timeout_s)
-        failed = [f"worker {rank} {one}" for rank, one in said.items() if one.startswith(_FAILED)]
-        if failed or len(said) < self._count:
-            why = "; ".join(failed) or "a later sync began before all had answered"
-            msg = (
-                f"version {manifest.weight_version} is not in all rollouts, and those that failed "
-                f"keep the version before: {why}"
+        """Offer it, and give the word to install it when all rollouts can."""
+        await self._offer(manifest.to_json(), "")
+        version = f"version {manifest.weight_version}"
+        try:
+            await self._heard(
+                "staged", f"{version} is refused, and no vLLM server installs it, which all keep"
             )
-            raise WeightUpdateRejectedError(msg)
-        return list(said.values())
+        except BaseException as error:
+            await self._say("word", describe(error))
+            raise
+        await self._say("word", "")
+        return await self._heard(
+            "done", f"{version} is not in all rollouts, and those that failed keep"
+        )
+
+    async def _heard(self, step: str, problem: str) -> list[str]:
+        """What all rollouts answer to a step; `problem` is what it means if one failed."""
+        keys = [f"{self._sync} {step} {rank}" for rank in range(self._count)]
+        call = self._mailbox.wait_for.remote(keys, f"{self._sync} failed", _LONGER_S)
+        what = f"the answer of all {self._count} rollout workers ({step})"
+        answers, _ = await _told(call, what, self.timeout_s)
+        said = [one or "" for one in answers]  # empty: it had not answered when another one failed
+        failed = [f"worker {at} {one}" for at, one in enumerate(said) if one.startswith(_FAILED)]
+        if failed:
+            raise WeightUpdateRejectedError(f"{problem} the version before: {'; '.join(failed)}")
+        return said
+
+    async def _offer(self, manifest: str, failure: str) -> None:
+        """Give the rollouts the manifest's text, or why there is none; forget the sync before."""
+        for key in self._keys:
+            self._mailbox.delete_key.remote(key)
+        answers = [f"{step} {rank}" for step in ("staged", "done") for rank in range(self._count)]
+        self._keys = [f"{self._sync} {name}" for name in ("offer", "word", "failed", *answers)]
+        await self._say("offer", json.dumps([manifest, failure]))
+
+    async def _say(self, key: str, text: str) -> None:
+        call = self._mailbox.set.remote(f"{self._sync} {key}", text)
+        await _told(call, "the mailbox's receipt", self.timeout_s)
 
     def receive_weights(self, global_steps: int | None = None) -> Delivery:
         """What the trainer publishes in this sync, for a rollout's worker; nothing is waited for.
@@ -347,22 +334,35 @@ class BridgeCheckpointEngine:
         """Do nothing: the version that was sent last stays for engines that read it."""
 
 
+async def _take(
+    delivery: Delivery, manifest: WeightUpdateManifest, executor: TwoPhaseExecutor
+) -> None:
+    """Install a version in an engine, if every rollout can install it."""
+    await asyncio.to_thread(stage, executor, manifest)
+    delivery.answer(STAGED)
+    try:
+        await delivery.word()
+    except BaseException as error:
+        await asyncio.to_thread(executor.abort_weights, manifest, describe(error))
+        raise
+    await asyncio.to_thread(executor.commit_weights, manifest)
+
+
 @cache
 def _server_adapter() -> type:
     """Verl's adapter of a vLLM server, which takes a `Delivery` as a transaction."""
     from verl.workers.rollout.vllm_rollout import ServerAdapter
 
     class VLLMServerAdapter(ServerAdapter):  # type: ignore[misc]  # verl has no types here
-        _executor: RolloutExecutor | None = None
+        _executor: TwoPhaseExecutor | None = None
 
         def __init__(self, config: Any, *args: Any, **more: Any) -> None:
             if config.checkpoint_engine.backend == BACKEND and config.free_cache_engine:
-                msg = (
+                raise WeightBridgeUnavailableError(
                     "rollout.free_cache_engine is True: verl's sync then puts the engine into a "
                     "sleep that throws its weights away, and an undo would have nothing to go back "
                     "to. Set actor_rollout_ref.rollout.free_cache_engine=False."
                 )
-                raise WeightBridgeUnavailableError(msg)
             super().__init__(config, *args, **more)
 
         async def update_weights(
@@ -377,7 +377,7 @@ def _server_adapter() -> type:
                     return None
                 if self._executor is None:
                     self._executor = await self._connected(weights.engine)
-                await asyncio.to_thread(self._executor.update_weights, manifest)
+                await _take(weights, manifest, self._executor)
             except BaseException as error:
                 weights.answer(error)
                 raise
@@ -386,12 +386,12 @@ def _server_adapter() -> type:
             weights.answer(PROVEN)
             return None
 
-        async def _connected(self, engine: BridgeCheckpointEngine) -> RolloutExecutor:
+        async def _connected(self, engine: BridgeCheckpointEngine) -> TwoPhaseExecutor:
             told: Awaitable[Any] = self.server_handle.get_server_address.remote()
             address, port = await told
             host = f"[{address}]" if ":" in address else address
             adapter = VLLMEngineAdapter(f"http://{host}:{port}", **engine.engine_options)
-            return RolloutExecutor(
+            return TwoPhaseExecutor(
                 weight_transport=engine.transport, weight_install_adapter=adapter
             )
 
@@ -402,8 +402,7 @@ def __getattr__(name: str) -> Any:
     # verl looks its adapters up by name when it needs one; only then may vLLM be imported.
     if name == "VLLMServerAdapter":
         return _server_adapter()
-    msg = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(msg)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _register() -> None:

@@ -1,8 +1,7 @@
 """The Triton kernel of X3T-128K: one warp reads a leaf, packs it if asked to, writes its digest.
 
-Importing this module imports Triton, so only `engines` and `choice` do, where it is wanted. Where
-Triton interprets (``TRITON_INTERPRET=1`` when it is first imported) the same source runs on CPU
-tensors.
+Importing this module imports Triton, so it is imported where the kernel is wanted. Where Triton
+interprets (``TRITON_INTERPRET=1`` when it is first imported) the same source runs on CPU tensors.
 
 How the work lies on the machine: a block of a leaf is 16 stripes of 8 words, and the sum over the
 stripes of a block does not depend on the blocks before it. So a warp takes a block at once, 16
@@ -20,7 +19,7 @@ from rl_bridge.manifest.table import ALIGNMENT
 
 # Triton's language is a dialect: types are inferred, compile-time arguments are in capitals, a
 # number has to stand where it is used, and everything that a function works on is an argument.
-# ruff: noqa: ANN001, ANN202, N803, N806, PLR0915, PLR0917, PLR2004
+# ruff: noqa: ANN001, ANN202, N803, PLR0915, PLR0917, PLR2004
 # mypy: ignore-errors
 
 
@@ -44,7 +43,6 @@ _AVALANCHE = tl.constexpr(leaves.AVALANCHE)
 
 _ALL_ONES = tl.constexpr(2**64 - 1)
 
-_TO_BF16 = tl.constexpr(leaves.CAST_BF16)
 _PLAIN = tl.constexpr(leaves.LOOK_PLAIN)
 
 
@@ -75,47 +73,15 @@ def _words(address, word, keep, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _cast_words(address, word, left, CAST: tl.constexpr):
-    """Read 4 float32 for each word, as 4 numbers of 16 bits; none behind the first `left // 2`."""
-    found = tl.zeros(word.shape, tl.uint64)
-    for part in tl.static_range(4):
-        at = address.to(tl.pointer_type(tl.uint32)) + word * 4 + part
-        if left is None:
-            bits = tl.load(at)
-        else:
-            bits = tl.load(at, mask=word * 4 + part < left // 2, other=0)
-        if CAST == _TO_BF16:
-            # To nearest, ties to even; any NaN to the one that CUDA's own conversion gives.
-            is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-            short = tl.where(is_nan, 0x7FFF, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
-        else:
-            half = bits.to(tl.float32, bitcast=True).to(tl.float16)
-            short = half.to(tl.uint16, bitcast=True)
-        found |= short.to(tl.uint64) << (16 * part)
-    return found
-
-
-@triton.jit
-def _block(address, word, WIDTH: tl.constexpr, CAST: tl.constexpr):
-    if CAST:
-        return _cast_words(address, word, None, CAST)
-    else:  # noqa: RET505 - as above
-        return _words(address, word, None, WIDTH)
-
-
-@triton.jit
-def _last_block(address, word, left, WIDTH: tl.constexpr, CAST: tl.constexpr):
+def _last_block(address, word, left, WIDTH: tl.constexpr):
     """Read the `left` bytes (1 to 1,024) of a leaf's last block and nothing behind them."""
-    if CAST:
-        return _cast_words(address, word, left, CAST)
-    else:  # noqa: RET505 - as above
-        whole = left // 8
-        found = _words(address, word, word < whole, WIDTH)
-        byte = tl.arange(0, 8)
-        at = (address + whole * 8).to(tl.pointer_type(tl.uint8)) + byte
-        rest = tl.load(at, mask=byte < left % 8, other=0)
-        rest = tl.sum(rest.to(tl.uint64) << (8 * byte).to(tl.uint64), 0)
-        return tl.where(word == whole, rest, found)
+    whole = left // 8
+    found = _words(address, word, word < whole, WIDTH)
+    byte = tl.arange(0, 8)
+    at = (address + whole * 8).to(tl.pointer_type(tl.uint8)) + byte
+    rest = tl.load(at, mask=byte < left % 8, other=0)
+    rest = tl.sum(rest.to(tl.uint64) << (8 * byte).to(tl.uint64), 0)
+    return tl.where(word == whole, rest, found)
 
 
 @triton.jit
@@ -194,7 +160,6 @@ def digest_leaves(
     numbers,
     COPY: tl.constexpr,
     WIDTH: tl.constexpr,
-    CAST: tl.constexpr,
     LOOK: tl.constexpr,
 ):
     """Digest one leaf per program, and copy it on the way with `COPY`.
@@ -210,7 +175,6 @@ def digest_leaves(
             place in `out`, in words, that gets a 1 if one of them is NaN or Inf. Only with `LOOK`.
         COPY: write the leaf to `target`, and zeros behind it up to a multiple of 256 bytes.
         WIDTH: what all leaves' addresses are multiples of: 16, 4, 2 or 1.
-        CAST: 0, or one of `leaves.CASTS`: the source is float32.
         LOOK: 0, or how to look for NaN and Inf: `leaves.LOOK_PLAIN` where every
             pattern has `any` in full, else `leaves.LOOK_ANY`.
 
@@ -236,18 +200,16 @@ def digest_leaves(
         flip, rest = _key(look, 3), _key(look, 4)
         seen = tl.zeros((_STRIPES, _PAIRS), tl.uint64)
 
-    # A source that is cast is twice as long as what is packed.
-    READ: tl.constexpr = 2 * _BLOCK_NBYTES if CAST else 1 * _BLOCK_NBYTES
     whole = (nbytes - 1) // _BLOCK_NBYTES
     groups = whole // 4
     for group in range(groups):
-        at = source + group * (4 * READ)
+        at = source + group * (4 * _BLOCK_NBYTES)
         # Counted in words from one pointer: a constant added to the address would take the hint of
         # `_words` away from it, and the wide loads with it.
-        first = _block(at, word, WIDTH, CAST)
-        second = _block(at, word + _BLOCK, WIDTH, CAST)
-        third = _block(at, word + 2 * _BLOCK, WIDTH, CAST)
-        fourth = _block(at, word + 3 * _BLOCK, WIDTH, CAST)
+        first = _words(at, word, None, WIDTH)
+        second = _words(at, word + _BLOCK, None, WIDTH)
+        third = _words(at, word + 2 * _BLOCK, None, WIDTH)
+        fourth = _words(at, word + 3 * _BLOCK, None, WIDTH)
         if COPY:
             to = target + group * (4 * _BLOCK_NBYTES)
             _store(to, word, first, None)
@@ -264,7 +226,7 @@ def digest_leaves(
         lane0, lane1 = _absorb(lane0, lane1, third, key0, key1, scramble0, scramble1)
         lane0, lane1 = _absorb(lane0, lane1, fourth, key0, key1, scramble0, scramble1)
     for block in range(groups * 4, whole):
-        only = _block(source + block * READ, word, WIDTH, CAST)
+        only = _words(source + block * _BLOCK_NBYTES, word, None, WIDTH)
         if COPY:
             _store(target + block * _BLOCK_NBYTES, word, only, None)
         if LOOK:
@@ -274,7 +236,7 @@ def digest_leaves(
     # The last block: bytes that are not there count as zeros, its last stripe has a key of its own,
     # and nothing is scrambled behind it.
     left = nbytes - whole * _BLOCK_NBYTES
-    last = _last_block(source + whole * READ, word, left, WIDTH, CAST)
+    last = _last_block(source + whole * _BLOCK_NBYTES, word, left, WIDTH)
     if COPY:
         padded = (left + (_ALIGN - 1)) // _ALIGN * (_ALIGN // 8)
         _store(target + whole * _BLOCK_NBYTES, word, last, word < padded)

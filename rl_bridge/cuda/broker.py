@@ -60,6 +60,7 @@ ANSWER = struct.Struct("!4sB3xQ")
 """Magic, status, size of the memory in bytes."""
 SOCKET_PATH_NBYTES = 107  # sockaddr_un has 108, one of them for the end
 
+_TRANSPORT = "cuda-vmm"
 _SOCKET = "s"
 _NAME = re.compile(r"rlb-broker-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}")
 _CREDENTIALS = struct.Struct("=iII")
@@ -96,19 +97,10 @@ def _default_root() -> Path:
     return root if is_ours else Path(tempfile.gettempdir())
 
 
-def sweep_brokers(root: Path | None = None, *, dry_run: bool = False) -> list[str]:
-    """Remove the directories of this user's brokers whose process is dead.
-
-    Args:
-        root: where to look; None for where brokers go by default.
-        dry_run: only say which.
-
-    Returns:
-        The names of those (to be) removed.
-
-    """
+def sweep_brokers(root: Path) -> list[str]:
+    """Remove the directories of this user's brokers whose process is dead; returns their names."""
     swept = []
-    for path in sorted((root or _default_root()).glob("rlb-broker-*")):
+    for path in sorted(root.glob("rlb-broker-*")):
         match = _NAME.fullmatch(path.name)
         if match is None or process_start_time(int(match[1])) == int(match[2]):
             continue
@@ -120,8 +112,7 @@ def sweep_brokers(root: Path | None = None, *, dry_run: bool = False) -> list[st
             # A broker in another process namespace looks dead by its number, and holds the lock.
             if os.fstat(fd).st_uid == os.geteuid() and _try_lock(fd):
                 swept.append(path.name)
-                if not dry_run:
-                    _remove(path, fd)
+                _remove(path, fd)
         finally:
             close_fd(fd)
     return swept
@@ -159,7 +150,6 @@ class Server:
         token: bytes,
         *,
         root: Path | None,
-        transport: str,
         max_clients: int,
         client_timeout_s: float,
     ) -> None:
@@ -183,7 +173,7 @@ class Server:
         self.path = root / name / _SOCKET
         if len(os.fsencode(self.path)) > SOCKET_PATH_NBYTES:
             raise TransportUnavailable(
-                transport,
+                _TRANSPORT,
                 f"the path of its socket, {str(self.path)!r}, has more than {SOCKET_PATH_NBYTES} "
                 "bytes",
                 "Use a directory for temporary files (TMPDIR) with a shorter path.",
@@ -211,7 +201,7 @@ class Server:
             self._clean_up()
             if isinstance(error, OSError | RuntimeError):  # the latter: no thread can be started
                 raise TransportUnavailable(
-                    transport,
+                    _TRANSPORT,
                     f"no socket can be served in {str(root)!r}: {error}",
                     "Use a directory for temporary files (TMPDIR) that this user may write to.",
                 ) from error
@@ -374,12 +364,12 @@ _REFUSALS = {
 def _checked_path(path: str) -> str:
     name = path.encode("utf-8", "surrogateescape")
     if b"\0" in name or len(name) > SOCKET_PATH_NBYTES:
-        msg = f"expected a path of at most {SOCKET_PATH_NBYTES} bytes without a zero byte"
-        raise ValueError(msg)
+        raise ValueError(
+            f"expected a path of at most {SOCKET_PATH_NBYTES} bytes without a zero byte"
+        )
     parsed = PurePosixPath(path)
     if not parsed.is_absolute() or ".." in parsed.parts:
-        msg = "expected an absolute path without '..'"
-        raise ValueError(msg)
+        raise ValueError("expected an absolute path without '..'")
     return path
 
 
@@ -413,7 +403,6 @@ class Broker:
         self,
         *,
         root: Path | None = None,
-        transport: str = "cuda-vmm",
         max_clients: int = 64,
         client_timeout_s: float = 2.0,
     ) -> None:
@@ -422,7 +411,6 @@ class Broker:
         Args:
             root: where the private directory goes; None for ``/run/user/<uid>``, or the directory
                 for temporary files where that is missing.
-            transport: whose broker this is; for its errors.
             max_clients: connections at a time; one more drops the one that waits longest.
             client_timeout_s: seconds after which a client that asked nothing is dropped.
 
@@ -434,7 +422,6 @@ class Broker:
         self._server = Server(
             token,
             root=root,
-            transport=transport,
             max_clients=max_clients,
             client_timeout_s=client_timeout_s,
         )
@@ -466,11 +453,9 @@ class Broker:
 
         """
         if not self.is_serving:
-            msg = "the broker was closed, or this is a forked child. Make a new one."
-            raise BridgeClosed(msg)
+            raise BridgeClosed("the broker was closed, or this is a forked child. Make a new one.")
         if not (0 <= key < 2**64 and 0 < nbytes < 2**63) or key in self._server.offers:
-            msg = f"key {key} of {nbytes} bytes is in use or out of range."
-            raise ValueError(msg)
+            raise ValueError(f"key {key} of {nbytes} bytes is in use or out of range.")
         self._server.offers[key] = (descriptor, nbytes)
 
     def withdraw(self, key: int) -> None:
@@ -537,8 +522,9 @@ def fetch_fd(ref: BrokerRef, key: int, *, timeout_s: float) -> tuple[int, int]:
 def _left(ref: BrokerRef, deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        msg = f"{_name(ref)} did not answer in time. See what stops it, or raise timeout_s."
-        raise DeadlineExceeded(msg)
+        raise DeadlineExceeded(
+            f"{_name(ref)} did not answer in time. See what stops it, or raise timeout_s."
+        )
     return min(left, _LONGEST_S)
 
 
@@ -554,7 +540,7 @@ def _connect(ref: BrokerRef, deadline: float) -> socket.socket:
     except OSError as error:
         require_resources(error)
         raise TransportUnavailable(
-            "cuda-vmm",
+            _TRANSPORT,
             f"this process cannot have a unix socket: {error}",
             "Let the sandbox allow AF_UNIX, or use shared-memory.",
         ) from error
@@ -588,11 +574,10 @@ def _check_peer(connection: socket.socket, ref: BrokerRef) -> None:
     if pid == ref.pid and start is None:
         raise SegmentError(f"{_name(ref)} is gone or not visible: it has ended. {_GONE}")
     if pid != ref.pid or start != ref.start_time or not may_talk(uid):
-        msg = (
+        raise SegmentError(
             f"{ref.path} belongs to process {pid} of user {uid}, started at {start}; expected "
             f"{ref.pid} of user {os.geteuid()}, started at {ref.start_time}. {_GONE}"
         )
-        raise SegmentError(msg)
 
 
 def _ask(connection: socket.socket, ref: BrokerRef, key: int, deadline: float) -> bool:
@@ -652,16 +637,18 @@ def _read_answer(data: bytes, flags: int, num_fds: int, ref: BrokerRef, key: int
     except struct.error:
         magic, status, nbytes = b"", -1, 0
     if magic != MAGIC or status not in set(Status):
-        msg = f"{_name(ref)} answered {len(data)} bytes of something else. {_GONE}"
-        raise SegmentError(msg)
+        raise SegmentError(f"{_name(ref)} answered {len(data)} bytes of something else. {_GONE}")
     if status != Status.SERVED:
         why = _REFUSALS[Status(status)]
-        msg = f"{_name(ref)} refuses key {key}: {why}. Import its latest manifest, as published."
-        raise SegmentError(msg)
+        raise SegmentError(
+            f"{_name(ref)} refuses key {key}: {why}. Import its latest manifest, as published."
+        )
     if flags & socket.MSG_CTRUNC and not num_fds:
-        msg = f"this process has no descriptor left for memory of {_name(ref)}. Close some."
-        raise WeightBridgeUnavailableError(msg)
+        raise WeightBridgeUnavailableError(
+            f"this process has no descriptor left for memory of {_name(ref)}. Close some."
+        )
     if num_fds != 1 or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or not 0 < nbytes < 2**63:
-        msg = f"{_name(ref)} sent {num_fds} descriptors for {nbytes} bytes, expected one. {_GONE}"
-        raise SegmentError(msg)
+        raise SegmentError(
+            f"{_name(ref)} sent {num_fds} descriptors for {nbytes} bytes, expected one. {_GONE}"
+        )
     return int(nbytes)

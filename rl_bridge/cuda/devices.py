@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rl_bridge.cuda.digest import AddressPass
+from rl_bridge.cuda.digest import DevicePass
 from rl_bridge.cuda.digest_engines import bytes_at
 from rl_bridge.cuda.driver import Device
 from rl_bridge.cuda.host import HostIPCDriver
@@ -105,7 +105,7 @@ class CUDAPlace(Place):
 
     def plan(self, nbytes: npt.NDArray[np.uint64], dtypes: Sequence[str] | None = None) -> Pass:
         """The pass on this GPU, on torch's current stream."""
-        return AddressPass(nbytes, self.device, dtypes=dtypes)
+        return DevicePass(nbytes, self.device, dtypes=dtypes)
 
     def tensor(self, owner: Any, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """Look at memory; the tensor's storage keeps `owner` alive."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from rl_bridge.cuda import leaves
-from rl_bridge.cuda.leaves import CASTS, LeafTable
+from rl_bridge.cuda.leaves import LeafTable
 from rl_bridge.cuda.streams import table_on
 from rl_bridge.errors import SegmentError
 from rl_bridge.manifest.digest import PAD_NBYTES
@@ -256,30 +256,23 @@ class Engine(Protocol):
     def __init__(
         self,
         table: LeafTable,
-        offsets: Places,
         device: torch.device,
         dtypes: Sequence[str] | None = None,
     ) -> None:
-        """Plan for the leaves of `table`, of tensors that lie at `offsets` of an arena.
+        """Plan for the leaves of `table`.
 
         Args:
             table: the leaves.
-            offsets: bytes, int64 [tensors].
             device: where all lie.
             dtypes: of the tensors, to look for NaN and Inf as well; None does not.
 
         """
 
-    def digest(self, arena: int, out: torch.Tensor) -> None:
-        """Digest the tensors in the arena at an address."""
-
-    def digest_at(self, sources: Places, out: torch.Tensor) -> None:
+    def digest(self, sources: Places, out: torch.Tensor) -> None:
         """Digest the tensors at addresses of their own."""
 
-    def pack(
-        self, sources: Places, arena: int, casts: npt.NDArray[np.uint8], out: torch.Tensor
-    ) -> None:
-        """Copy, or cast, into the arena, clear the padding, and digest."""
+    def pack(self, sources: Places, arena: int, out: torch.Tensor) -> None:
+        """Copy into the arena, clear the padding, and digest."""
 
 
 class _Memory:
@@ -324,11 +317,10 @@ def bytes_at(address: int, nbytes: int, device: torch.device, *, owner: Any = No
         found = torch.as_tensor(_Memory(owner, address, nbytes), device=device)
     if found.data_ptr() != address or found.device != device:
         # torch copies, without a word, where it takes the memory for another device's.
-        msg = (
+        raise SegmentError(
             f"memory at {address:#x} is not on {device}: torch took it for {found.device}, or made "
             "a copy of it. Publish and import on one GPU."
         )
-        raise SegmentError(msg)
     return found
 
 
@@ -345,7 +337,6 @@ class _Launch:
     look: int
     """How, as `leaves` has it; 0 for not at all."""
     width: int
-    cast: int
     is_in_arena: bool
     """The rows' sources are offsets in the arena, not addresses."""
 
@@ -356,11 +347,11 @@ class _Kept:
     def __init__(self) -> None:
         self._launches: OrderedDict[bytes, list[_Launch]] = OrderedDict()
 
-    def get(self, make: Callable[..., list[_Launch]], *places: Places) -> list[_Launch]:
+    def get(self, make: Callable[[Places], list[_Launch]], places: Places) -> list[_Launch]:
         """The launches for some addresses; made if they are new here."""
-        key = b"".join(place.tobytes() for place in places)
+        key = places.tobytes()
         if key not in self._launches:
-            self._launches[key] = make(*places)
+            self._launches[key] = make(places)
         self._launches.move_to_end(key)
         while len(self._launches) > _NUM_KEPT:
             self._launches.popitem(last=False)
@@ -373,7 +364,6 @@ class KernelEngine:
     def __init__(
         self,
         table: LeafTable,
-        offsets: Places,
         device: torch.device,
         dtypes: Sequence[str] | None = None,
     ) -> None:
@@ -381,71 +371,55 @@ class KernelEngine:
         from rl_bridge.cuda._kernel import digest_leaves
 
         self._kernel: Any = digest_leaves
-        self._table, self._offsets, self._device = table, offsets, device
+        self._table, self._device = table, device
         self._patterns = None if dtypes is None else _patterns(table, dtypes)
         self._keys = table_on(device, leaves.key_words())
-        everything = np.zeros(len(offsets), np.int64)
-        self._arena = [self._launch(offsets, everything == 0, leaves.WIDEST, 0, in_arena=True)]
+        everything = np.ones(len(table.offsets), bool)
+        self._arena = [self._launch(table.offsets, everything, leaves.WIDEST, in_arena=True)]
         self._sources, self._packed = _Kept(), _Kept()
 
-    def digest(self, arena: int, out: torch.Tensor) -> None:
-        """Digest the tensors in the arena at an address."""
-        self._run(self._arena, arena, out, copy=False)
-
-    def digest_at(self, sources: Places, out: torch.Tensor) -> None:
+    def digest(self, sources: Places, out: torch.Tensor) -> None:
         """Digest the tensors at addresses of their own."""
         if arena := self._arena_of(sources):
             self._run(self._arena, arena, out, copy=False)
-            return
-        casts = np.zeros(len(sources), np.int64)
-        launches = self._sources.get(self._sorted, sources, casts)
-        self._run(launches, _NOWHERE, out, copy=False)
+        else:
+            self._run(self._sources.get(self._sorted, sources), _NOWHERE, out, copy=False)
 
-    def pack(
-        self, sources: Places, arena: int, casts: npt.NDArray[np.uint8], out: torch.Tensor
-    ) -> None:
-        """Copy, or cast, into the arena, clear the padding, and digest."""
+    def pack(self, sources: Places, arena: int, out: torch.Tensor) -> None:
+        """Copy into the arena, clear the padding, and digest."""
         # The bytes were gathered into the arena, whichever arena it is.
-        sources = np.where(sources == self._offsets + arena, _NOWHERE, sources)
-        launches = self._packed.get(self._sorted, sources, casts.astype(np.int64))
-        self._run(launches, arena, out, copy=True)
+        sources = np.where(sources == self._table.offsets + arena, _NOWHERE, sources)
+        self._run(self._packed.get(self._sorted, sources), arena, out, copy=True)
 
     def _arena_of(self, sources: Places) -> int | None:
         """Where the arena is, if the tensors lie in one as planned: its rows are there already."""
-        starts = (sources - self._offsets)[self._table.nbytes != 0]
+        starts = (sources - self._table.offsets)[self._table.nbytes != 0]
         if len(starts) and starts[0] % ALIGNMENT == 0 and (starts == starts[0]).all():
             return int(starts[0])
         return None
 
-    def _sorted(self, sources: Places, casts: Places) -> list[_Launch]:
-        """One launch for each alignment and cast; as a rule that is one."""
+    def _sorted(self, sources: Places) -> list[_Launch]:
+        """One launch for each alignment; as a rule that is one."""
         widths = np.select([sources % n == 0 for n in leaves.WIDTHS], list(leaves.WIDTHS))
-        widths[casts != 0] = leaves.CAST_WIDTH
-        kinds = np.stack([widths, casts, sources == _NOWHERE], 1)
+        kinds = np.stack([widths, sources == _NOWHERE], 1)
         launches = []
-        for width, cast, in_arena in np.unique(kinds, axis=0).tolist():
-            chosen = (kinds == (width, cast, in_arena)).all(1)
-            places = self._offsets if in_arena else sources
-            launches.append(self._launch(places, chosen, width, cast, in_arena=bool(in_arena)))
+        for width, in_arena in np.unique(kinds, axis=0).tolist():
+            chosen = (kinds == (width, in_arena)).all(1)
+            places = self._table.offsets if in_arena else sources
+            launches.append(self._launch(places, chosen, width, in_arena=bool(in_arena)))
         return launches
 
     def _launch(
-        self,
-        sources: Places,
-        chosen: npt.NDArray[np.bool_],
-        width: int,
-        cast: int,
-        *,
-        in_arena: bool,
+        self, sources: Places, chosen: npt.NDArray[np.bool_], width: int, *, in_arena: bool
     ) -> _Launch:
-        rows = self._table.rows(sources, self._offsets, chosen, scale=2 if cast else 1)
+        rows = self._table.rows(sources, chosen)
         numbers, look = None, 0
         if self._patterns is not None:
             mine = self._patterns[self._table.tensor[chosen[self._table.tensor]]]
             numbers = table_on(self._device, np.ascontiguousarray(mine))
             is_plain = (mine[:, _ANY] == -1) | (mine[:, 0] == 0)
             look = leaves.LOOK_PLAIN if is_plain.all() else leaves.LOOK_ANY
-        return _Launch(table_on(self._device, rows), numbers, look, width, cast, in_arena)
+        return _Launch(table_on(self._device, rows), numbers, look, width, in_arena)
 
     def _run(self, launches: list[_Launch], arena: int, out: torch.Tensor, *, copy: bool) -> None:
         for launch in launches:
@@ -459,16 +433,13 @@ class KernelEngine:
                     launch.numbers,
                     COPY=copy,
                     WIDTH=launch.width,
-                    CAST=launch.cast,
                     LOOK=launch.look,
-                    maxnreg=leaves.most_registers(launch.width, launch.cast, launch.look),
+                    maxnreg=leaves.most_registers(launch.width, launch.look),
                     num_warps=1,
                 )
 
 
 # ---- torch --------------------------------------------------------------------------------------
-
-_CAST_DTYPES = {cast: getattr(torch, name) for name, cast in CASTS.items()}
 
 
 class TorchEngine:
@@ -477,39 +448,32 @@ class TorchEngine:
     def __init__(
         self,
         table: LeafTable,
-        offsets: Places,
         device: torch.device,
         dtypes: Sequence[str] | None = None,
     ) -> None:
         """Plan for the leaves of `table`. See `Engine`."""
-        self._table, self._offsets, self._device = table, offsets, device
+        self._table, self._device = table, device
         self._patterns = None if dtypes is None else _patterns(table, dtypes).tolist()
         self._digest = TorchDigest(table, device)
 
-    def digest(self, arena: int, out: torch.Tensor) -> None:
-        """Digest the tensors in the arena at an address."""
-        self._run(self._in_arena(arena), out)
-
-    def digest_at(self, sources: Places, out: torch.Tensor) -> None:
+    def digest(self, sources: Places, out: torch.Tensor) -> None:
         """Digest the tensors at addresses of their own."""
         pairs = zip(sources.tolist(), self._table.nbytes.tolist(), strict=True)
         self._run([bytes_at(*pair, self._device) for pair in pairs], out)
 
-    def pack(
-        self, sources: Places, arena: int, casts: npt.NDArray[np.uint8], out: torch.Tensor
-    ) -> None:
-        """Copy, or cast, into the arena, clear the padding, and digest."""
-        packed = self._in_arena(arena, padded=True)
-        nbytes = self._table.nbytes.tolist()
-        targets = [room[:size] for room, size in zip(packed, nbytes, strict=True)]
-        for row, (source, cast) in enumerate(zip(sources.tolist(), casts.tolist(), strict=True)):
-            target = targets[row]
-            packed[row][nbytes[row] :].zero_()
-            if cast:
-                numbers = bytes_at(source, 2 * nbytes[row], self._device).view(torch.float32)
-                target.view(_CAST_DTYPES[cast]).copy_(numbers)
-            elif nbytes[row] and source != target.data_ptr():
-                target.copy_(bytes_at(source, nbytes[row], self._device))
+    def pack(self, sources: Places, arena: int, out: torch.Tensor) -> None:
+        """Copy into the arena, clear the padding, and digest."""
+        offsets, sizes = self._table.offsets, self._table.nbytes
+        ends = (offsets + -(-sizes // ALIGNMENT) * ALIGNMENT).tolist()
+        whole = bytes_at(arena, max(ends, default=0), self._device)
+        targets = []
+        rows = zip(sources.tolist(), offsets.tolist(), sizes.tolist(), ends, strict=True)
+        for source, start, nbytes, end in rows:
+            target = whole[start : start + nbytes]
+            whole[start + nbytes : end].zero_()
+            if nbytes and source != target.data_ptr():
+                target.copy_(bytes_at(source, nbytes, self._device))
+            targets.append(target)
         self._run(targets, out)
 
     def _run(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -517,11 +481,3 @@ class TorchEngine:
         for tensor, (*pattern, place) in zip(tensors, self._patterns or (), strict=False):
             for begin in range(0, len(tensor) if pattern[0] else 0, CHUNK_NBYTES):
                 out[place] |= _has_non_finite(tensor[begin : begin + CHUNK_NBYTES], pattern)
-
-    def _in_arena(self, arena: int, *, padded: bool = False) -> Sequence[torch.Tensor]:
-        sizes = self._table.nbytes
-        if padded:
-            sizes = -(-sizes // ALIGNMENT) * ALIGNMENT
-        ends = (self._offsets + sizes).tolist()
-        whole = bytes_at(arena, max(ends, default=0), self._device)
-        return [whole[a:b] for a, b in zip(self._offsets.tolist(), ends, strict=True)]

@@ -164,17 +164,8 @@ class VMMDriver(ABC):
         """
 
     @abstractmethod
-    def reserve(self, nbytes: int, align: int = 0) -> int:
-        """Reserve addresses; nothing lies there.
-
-        Args:
-            nbytes: how many.
-            align: a power of two; 0 for the granularity.
-
-        Returns:
-            The first address.
-
-        """
+    def reserve(self, nbytes: int) -> int:
+        """Reserve addresses, where nothing lies yet; returns the first."""
 
     @abstractmethod
     def free(self, address: int, nbytes: int) -> None:

@@ -6,14 +6,14 @@ range that is unmapped stays reserved; what CUDA refuses is refused with CUDA's 
 show: a drain, captured graphs, sticky errors. To touch what is not mapped for it is SIGSEGV here.
 """
 
-import ctypes
 import errno
 import fcntl
 import itertools
-import mmap
 import os
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -26,24 +26,8 @@ from rl_bridge.processes import close_fd, forget_fd_in_children, no_fork
 
 _GRANULARITY = 2 << 20
 
-_PROT_NONE = 0
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
-_FAILED = (1 << 64) - 1  # ((void *) -1)
 # shrink, grow, and no other seals after these: nobody can raise SIGBUS in a process that maps it.
 _SEALS = 2 | 4 | 1
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +68,9 @@ class HostDriver(VMMDriver):
 
         """
         if granularity <= 0 or granularity % vm.PAGE:
-            msg = f"granularity={granularity}: expected a multiple of the page of {vm.PAGE} bytes."
-            raise ValueError(msg)
+            raise ValueError(
+                f"granularity={granularity}: expected a multiple of the page of {vm.PAGE} bytes."
+            )
         super().__init__()
         self._granularity = granularity
         self._numbers = itertools.count(1)
@@ -111,18 +96,16 @@ class HostDriver(VMMDriver):
         self._check_size("cuMemCreate", nbytes)
         fd = -1
         try:
-            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            with no_fork():  # a child that is forked in between would keep it
-                fd = forget_fd_in_children(os.memfd_create("rl_bridge-vmm", flags))
-            os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return self._keep(fd, nbytes)
-        except BaseException as error:
+            with _as_cuda("cuMemCreate", f"{nbytes} bytes"):
+                flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+                with no_fork():  # a child that is forked in between would keep it
+                    fd = forget_fd_in_children(os.memfd_create("rl_bridge-vmm", flags))
+                os.ftruncate(fd, nbytes)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
             close_fd(fd)
-            if isinstance(error, OSError):
-                detail = f"{nbytes} bytes: {error}"
-                raise driver_error("cuMemCreate", _code(error), detail) from error
             raise
+        return self._keep(fd, nbytes)
 
     def _keep(self, fd: int, nbytes: int) -> int:
         handle = next(self._numbers)
@@ -163,23 +146,12 @@ class HostDriver(VMMDriver):
 
     # ---- addresses ------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int, align: int = 0) -> int:
+    def reserve(self, nbytes: int) -> int:
         """Reserve addresses that nothing is mapped to; touching them is SIGSEGV."""
         call = "cuMemAddressReserve"
         self._check_size(call, nbytes)
-        if align < 0 or align & (align - 1):
-            raise driver_error(call, INVALID_VALUE, f"align={align}, expected a power of two or 0")
-        align = max(align, self._granularity)
-        whole = nbytes + align
-        try:
-            start = vm.reserve(whole)
-            address = vm.round_up(start, align)
-            if address > start:
-                vm.unmap(start, address - start)
-            if start + whole > address + nbytes:
-                vm.unmap(address + nbytes, start + whole - address - nbytes)
-        except OSError as error:
-            raise driver_error(call, _code(error), f"{nbytes} bytes: {error}") from error
+        with _as_cuda(call, f"{nbytes} bytes"):
+            address = vm.reserve(nbytes)  # aligned as a GPU's are
         self._reserved[address] = _Reservation(nbytes)
         return address
 
@@ -213,7 +185,10 @@ class HostDriver(VMMDriver):
             if any(at < address + nbytes and address < at + size for at, size in mappings.items()):
                 detail = f"something is mapped at {_span(address, nbytes)}"
                 raise driver_error(call, INVALID_VALUE, detail)
-            _mmap(call, address, nbytes, mmap.MAP_SHARED, memory.fd)
+            with _as_cuda(call, f"{nbytes} bytes"):
+                vm.map_shared(address, nbytes, memory.fd, prot=0)
+                # The memory is this process's: a forked child that touches it must not change it.
+                vm.guard_from_fork(address, nbytes)
             mappings[address] = nbytes
 
     def set_access(self, address: int, nbytes: int, *, writable: bool) -> None:
@@ -227,9 +202,8 @@ class HostDriver(VMMDriver):
             if at != address + nbytes:
                 detail = f"{_span(address, nbytes)} is not made of whole mappings"
                 raise driver_error(call, INVALID_VALUE, detail)
-            prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            if _libc.mprotect(address, nbytes, prot):
-                raise _failed(call, nbytes)
+            with _as_cuda(call, f"{nbytes} bytes"):
+                vm.protect(address, nbytes, writable=writable)
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Turn a mapping into a reservation again."""
@@ -239,8 +213,8 @@ class HostDriver(VMMDriver):
             if mappings.get(address) != nbytes:
                 detail = f"{_span(address, nbytes)} is not exactly one mapping"
                 raise driver_error(call, INVALID_VALUE, detail)
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-            _mmap(call, address, nbytes, flags, -1)
+            with _as_cuda(call, f"{nbytes} bytes"):
+                vm.vacate(address, nbytes)
             del mappings[address]
 
     def shows(self, address: int, nbytes: int, handle: int) -> bool:
@@ -290,28 +264,18 @@ def _code(error: OSError) -> str:
     return "CUDA_ERROR_OPERATING_SYSTEM"
 
 
-def _failed(call: str, nbytes: int) -> Exception:
-    error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return driver_error(call, _code(error), f"{nbytes} bytes: {error}")
-
-
-def _mmap(call: str, address: int, nbytes: int, flags: int, fd: int) -> None:
-    found = _libc.mmap(address, nbytes, _PROT_NONE, flags | _MAP_FIXED, fd, 0)
-    if found is None or found == _FAILED:
-        raise _failed(call, nbytes)
+@contextmanager
+def _as_cuda(call: str, what: str) -> Iterator[None]:
+    """Have what the kernel refuses refused as CUDA would."""
     try:
-        # The memory is this process's: a forked child that touches it must not change it.
-        vm.guard_from_fork(address, nbytes)
+        yield
     except OSError as error:
-        raise driver_error(call, _code(error), f"{nbytes} bytes: {error}") from error
+        raise driver_error(call, _code(error), f"{what}: {error}") from error
 
 
 def _duplicate(call: str, fd: int) -> int:
-    try:
-        with no_fork():
-            return forget_fd_in_children(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
-    except OSError as error:
-        raise driver_error(call, _code(error), f"descriptor {fd}: {error}") from error
+    with _as_cuda(call, f"descriptor {fd}"), no_fork():
+        return forget_fd_in_children(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
 
 
 # ---- Host memory that keeps the rules of CUDA's legacy IPC handles: shared memfds, opened by
@@ -328,7 +292,6 @@ _GONE = "CUDA_ERROR_INVALID_HANDLE"
 _MAGIC = b"rlb-ipc1"
 # Magic; pid and start time of the owner; descriptor, device, inode and size of the memfd.
 _HANDLE = struct.Struct("<8s6q8x")
-_IPC_SEALS = 2 | 4 | 1  # shrink, grow, and no other seals after these
 
 
 @dataclass(slots=True, eq=False)
@@ -359,16 +322,14 @@ class HostIPCDriver(HostDriver, IPCDriver):
         self._check_size(call, nbytes)
         held = Holding()
         try:
-            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            fd = held.open(os.memfd_create, "rl_bridge-ipc", flags)
-            os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _IPC_SEALS)
-            found = self._map_shared(held, nbytes)
-        except BaseException as error:
+            with _as_cuda(call, f"{nbytes} bytes"):
+                flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+                fd = held.open(os.memfd_create, "rl_bridge-ipc", flags)
+                os.ftruncate(fd, nbytes)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+                found = self._map_shared(held, nbytes)
+        except BaseException:
             held.dispose()
-            if isinstance(error, OSError):
-                detail = f"{nbytes} bytes: {error}"
-                raise driver_error(call, "CUDA_ERROR_OUT_OF_MEMORY", detail) from error
             raise
         self._plain[found.address] = found
         return found.address
@@ -479,5 +440,5 @@ class HostIPCDriver(HostDriver, IPCDriver):
 def _check_file(call: str, fd: int, expected: tuple[int, int, int]) -> None:
     status = os.fstat(fd)
     found = (status.st_dev, status.st_ino, status.st_size)
-    if found != expected or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _IPC_SEALS != _IPC_SEALS:
+    if found != expected or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise driver_error(call, _GONE, f"device, inode and size are {found}, not {expected}")

@@ -10,6 +10,7 @@ the pointer is used, under the same lock.
 import os
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rl_bridge.cuda.driver import Device
@@ -106,12 +107,25 @@ class IPCDriver(ABC):
 
 
 @dataclass(slots=True, eq=False)
-class _Plain:
-    """The core of a `PlainMemory`."""
+class Core:
+    """An address that a driver gave out, and what is held with it, in the process that asked."""
 
     driver: IPCDriver
     held: Holding = field(default_factory=Holding)
     address: int = 0
+
+    def give_back(self, call: Callable[[int], None]) -> None:
+        """Give the address back by a call of the driver; if it refuses, it can be tried again."""
+        address, self.address = self.address, 0
+        try:
+            call(address)
+        except DriverError:
+            self.address = address
+            raise
+
+
+class _Plain(Core):
+    """The core of a `PlainMemory`."""
 
     def close(self) -> None:
         """Free it, or have that tried again later if somebody has it open."""
@@ -121,12 +135,7 @@ class _Plain:
             if not leases.try_exclusive(self.held.fd, start=_USERS_BYTE):
                 put_off(self.close)
                 return
-            address, self.address = self.address, 0
-            try:
-                self.driver.dealloc(address)
-            except DriverError:
-                self.address = address
-                raise
+            self.give_back(self.driver.dealloc)
         self.held.dispose()
 
 
@@ -179,13 +188,8 @@ class PlainMemory:
 _OWN: "weakref.WeakValueDictionary[bytes, PlainMemory]" = weakref.WeakValueDictionary()
 
 
-@dataclass(slots=True, eq=False)
-class _Opened:
+class _Opened(Core):
     """The core of an `Opening`."""
-
-    driver: IPCDriver
-    held: Holding = field(default_factory=Holding)
-    address: int = 0
 
     def close(self) -> None:
         """Close the handle, and only then the lock that keeps its memory."""
@@ -194,12 +198,7 @@ class _Opened:
         if self.address:
             # A copy that was given up may still be read from there: closing does not wait for it.
             self.driver.fence()
-            address, self.address = self.address, 0
-            try:
-                self.driver.close_ipc(address)
-            except DriverError:
-                self.address = address
-                raise
+            self.give_back(self.driver.close_ipc)
         self.held.dispose()
 
 
@@ -251,5 +250,6 @@ def _begin_use(fd: int, segment: SegmentRef) -> None:
     # In this order: an owner that gives the memory up closes the segment first, and asks for the
     # lock then.
     if not leases.try_shared(fd, start=_USERS_BYTE) or not still_there(segment):
-        msg = "the publisher freed the memory of this update. Import its latest manifest."
-        raise SegmentError(msg)
+        raise SegmentError(
+            "the publisher freed the memory of this update. Import its latest manifest."
+        )

@@ -12,7 +12,8 @@ github.com/Cyan4973/xxHash, "XXH3 Algorithm Overview"), for seed 0 and the defau
 import numpy as np
 import numpy.typing as npt
 
-from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, PAD_NBYTES, tensor_digest
+from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, tensor_digest
+from rl_bridge.manifest.table import ALIGNMENT
 from rl_bridge.memory import passes
 from rl_bridge.memory.passes import Addresses
 
@@ -20,8 +21,6 @@ LANES = 8
 """Words of 64 bits in a stripe; the state has one accumulator for each."""
 STRIPES = 16
 """Stripes in a block."""
-BLOCKS = LEAF_NBYTES // PAD_NBYTES
-"""Blocks in a whole leaf."""
 
 PRIME32_1 = 0x9E3779B1
 PRIME64_1 = 0x9E3779B185EBCA87
@@ -55,27 +54,21 @@ KEY_HIGH = STRIPES + 3
 KEY_FIRST = STRIPES + 4
 """Row of the accumulators that a leaf begins with."""
 
-CAST_BF16, CAST_FP16 = 1, 2
-CASTS = {"bfloat16": CAST_BF16, "float16": CAST_FP16}
-"""Dtypes into which a float32 source can be rounded while it is packed."""
-
 LOOK_PLAIN, LOOK_ANY = 1, 2
 """How to look for NaN and Inf: by the exponent alone, or as some dtypes of 8 bits need it."""
 
 WIDTHS = (16, 4, 2, 1)
 """Alignments, in bytes, that the kernel is compiled for."""
 WIDEST = WIDTHS[0]
-CAST_WIDTH = 4
-"""Alignment of a source that is cast: it is float32."""
 
 
-def most_registers(width: int, cast: int, look: int) -> int | None:
+def most_registers(width: int, look: int) -> int | None:
     """Registers that a thread of this variant of the kernel may have; None: as the compiler likes.
 
     Where it looks for NaN and Inf the compiler likes some more than the usual variant needs, and
     then fewer warps find room. The other variants would spill.
     """
-    return 64 if (width, cast, look) == (WIDEST, 0, LOOK_PLAIN) else None
+    return 64 if (width, look) == (WIDEST, LOOK_PLAIN) else None
 
 
 def key_words() -> npt.NDArray[np.int64]:
@@ -90,13 +83,14 @@ def key_words() -> npt.NDArray[np.int64]:
 
 
 class LeafTable:
-    """The leaves of some tensors, one row each, and where their digests go.
+    """The leaves of some tensors, one row each, where they lie in an arena, where digests go.
 
     The digests of a tensor's leaves stand one behind the other, and behind them 8 bytes for the
     tensor's length: what the tensor's own digest is computed over.
 
     Attributes:
         nbytes: sizes of the tensors, int64 [tensors].
+        offsets: where each tensor begins in a packed arena, in bytes, int64 [tensors].
         tensor: which tensor each leaf belongs to, int64 [leaves].
         start: where in its tensor each leaf begins, in bytes, int64 [leaves].
         size: bytes of each leaf, 1 to 131,072, int64 [leaves].
@@ -108,6 +102,8 @@ class LeafTable:
     def __init__(self, nbytes: Addresses) -> None:
         """Cut tensors of `nbytes` (uint64 [tensors]) into leaves."""
         self.nbytes = np.ascontiguousarray(nbytes, np.uint64).astype(np.int64)
+        rooms = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        self.offsets = np.cumsum(rooms) - rooms
         leaves = -(-self.nbytes // LEAF_NBYTES)
         self._first = np.zeros(len(leaves) + 1, np.uint64)
         np.cumsum(leaves, out=self._first[1:], dtype=np.uint64)
@@ -123,31 +119,19 @@ class LeafTable:
         return len(self.start)
 
     def rows(
-        self,
-        sources: npt.NDArray[np.int64],
-        targets: npt.NDArray[np.int64],
-        chosen: npt.NDArray[np.bool_] | None = None,
-        *,
-        scale: int = 1,
+        self, sources: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.int64]:
         """Lay out the kernel's arguments for each leaf: int64 [leaves, 4].
 
         Args:
             sources: where each tensor begins behind the kernel's source address, int64 [tensors].
-            targets: where behind its target address, int64 [tensors].
-            chosen: which tensors, bool [tensors]; None for all.
-            scale: bytes that are read for each byte that is packed.
+            chosen: which tensors, bool [tensors].
 
         """
         of = self.tensor
-        columns = (
-            sources[of] + scale * self.start,
-            targets[of] + self.start,
-            self.size,
-            self.place,
-        )
-        rows = np.stack(columns, 1)
-        return rows if chosen is None else np.ascontiguousarray(rows[chosen[of]])
+        starts = sources[of] + self.start, self.offsets[of] + self.start
+        rows = np.stack((*starts, self.size, self.place), 1)
+        return np.ascontiguousarray(rows[chosen[of]])
 
     def combine(self, words: npt.NDArray[np.int64]) -> bytes:
         """Digest each tensor's leaf digests with its length: 16 bytes per tensor.
@@ -156,7 +140,7 @@ class LeafTable:
             words: the digests, int64 [num_words]; the lengths are written into it.
 
         """
-        sizes, native = self.nbytes.astype(np.uint64), passes.native_module()
+        sizes, native = self.nbytes.astype(np.uint64), passes.NATIVE
         if native is None:
             return self._combine_in_python(words)
         out = np.empty(len(sizes) * DIGEST_NBYTES, np.uint8)

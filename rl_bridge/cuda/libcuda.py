@@ -93,10 +93,6 @@ class Library:
         name = "cuDeviceGetUuid_v2" if has_second else "cuDeviceGetUuid"
         return str(uuid.UUID(bytes=bytes(self.call(name, device).bytes)))
 
-    def uuids(self) -> list[str]:
-        """UUID of every device that this process sees, by ordinal."""
-        return [self.uuid(ordinal) for ordinal in range(int(self.call("cuDeviceGetCount")))]
-
 
 # ---- the driver ----------------------------------------------------------------------------------
 
@@ -121,18 +117,15 @@ def _is_capturing(ordinal: int) -> bool:
         return False  # a device that is lost captures nothing; what is wrong, the call itself says
 
 
-def ordinal_of(device_uuid: str, *, bindings: Any = None) -> int:
-    """Find this process's number of a GPU.
-
-    Args:
-        device_uuid: as `Device.uuid`.
-        bindings: the module that stands for ``cuda.bindings.driver``; None for itself.
+def ordinal_of(device_uuid: str) -> int:
+    """Find this process's number of a GPU, by its `Device.uuid`.
 
     Raises:
         DriverError: there is no such GPU here, or no CUDA.
 
     """
-    found = Library(bindings).uuids()
+    library = Library(None)
+    found = [library.uuid(number) for number in range(int(library.call("cuDeviceGetCount")))]
     if device_uuid not in found:
         detail = f"GPU {device_uuid!r} is not visible to this process, which sees {found}"
         raise driver_error("cuDeviceGetUuid", "CUDA_ERROR_INVALID_DEVICE", detail)
@@ -274,10 +267,10 @@ class CUDADriver(VMMDriver, IPCDriver):
             raise driver_error(call, INVALID_VALUE, about)
         return int(self._call(call, fd, self._fd_type, about=about))
 
-    def reserve(self, nbytes: int, align: int = 0) -> int:
+    def reserve(self, nbytes: int) -> int:
         """Reserve addresses, where the driver likes."""
-        about = f"{nbytes} bytes of addresses, align={align}"
-        return int(self._call("cuMemAddressReserve", nbytes, align, 0, 0, about=about))
+        about = f"{nbytes} bytes of addresses"
+        return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0, about=about))
 
     def free(self, address: int, nbytes: int) -> None:
         """Give back a reservation."""
@@ -335,7 +328,11 @@ class CUDADriver(VMMDriver, IPCDriver):
             deadline = time.monotonic() + self._drain_timeout_s
             while not self._is_over(event):
                 if time.monotonic() > deadline:
-                    raise DeadlineExceeded(self._late())
+                    raise DeadlineExceeded(
+                        f"GPU {self.device.uuid} did not end within {self._drain_timeout_s:.3g} s "
+                        "what this process submitted to it: nothing was unmapped. Stop the engine "
+                        "before weights are exchanged, and see what runs there."
+                    )
                 time.sleep(_POLL_S)
         except DriverError as error:
             if error.code != NOT_FOUND:
@@ -354,13 +351,6 @@ class CUDADriver(VMMDriver, IPCDriver):
             return False
         return True
 
-    def _late(self) -> str:
-        return (
-            f"GPU {self.device.uuid} did not end within {self._drain_timeout_s:.3g} s what this "
-            "process submitted to it: nothing was unmapped. Stop the engine before weights are "
-            "exchanged, and see what runs there."
-        )
-
     def probe(self) -> None:
         """Ask for the attributes, then try: allocate, export, import and map.
 
@@ -369,11 +359,15 @@ class CUDADriver(VMMDriver, IPCDriver):
 
         """
         for name in _NEEDED:
-            attribute = getattr(self._library.types.CUdevice_attribute, name)
-            if not self._call("cuDeviceGetAttribute", attribute, self._device):
-                detail = f"{name} is 0 on GPU {self.device.uuid}"
-                raise driver_error("cuDeviceGetAttribute", "CUDA_ERROR_NOT_SUPPORTED", detail)
+            self._require(name)
         super().probe()
+
+    def _require(self, name: str) -> None:
+        """Refuse a device that lacks what an attribute names."""
+        attribute = getattr(self._library.types.CUdevice_attribute, name)
+        if not self._call("cuDeviceGetAttribute", attribute, self._device):
+            detail = f"{name} is 0 on GPU {self.device.uuid}"
+            raise driver_error("cuDeviceGetAttribute", "CUDA_ERROR_NOT_SUPPORTED", detail)
 
     # ---- legacy IPC -----------------------------------------------------------------------------
 
@@ -420,28 +414,5 @@ class CUDADriver(VMMDriver, IPCDriver):
 
     def probe_ipc(self) -> None:
         """Ask for the attribute, then allocate and name a little memory."""
-        attribute = getattr(self._library.types.CUdevice_attribute, _NEEDED_FOR_IPC)
-        if not self._call("cuDeviceGetAttribute", attribute, self._device):
-            detail = f"{_NEEDED_FOR_IPC} is 0 on GPU {self.device.uuid}"
-            raise driver_error("cuDeviceGetAttribute", "CUDA_ERROR_NOT_SUPPORTED", detail)
+        self._require(_NEEDED_FOR_IPC)
         super().probe_ipc()
-
-    # ---- which device ---------------------------------------------------------------------------
-
-    def pointer_uuid(self, address: int) -> str:
-        """UUID of the GPU on which the memory at `address` lies.
-
-        Raises:
-            DriverError: CUDA_ERROR_INVALID_VALUE where no device memory is known to lie there.
-
-        """
-        which = self._library.types.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-        about = f"address {address:#x}"
-        return self._library.uuid(
-            int(self._call("cuPointerGetAttribute", which, address, about=about))
-        )
-
-    def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes of the device, as the driver counts them."""
-        free, total = self._call("cuMemGetInfo")
-        return int(free), int(total)

@@ -38,8 +38,9 @@ class DeviceRange:
         try:
             self._range = AddressRange(view.allocation.driver, view.allocation.nbytes)
         except DriverError as error:
-            msg = f"no addresses for the engine's weights: {error.cause}. Use mode='copy'."
-            raise WeightBridgeUnavailableError(msg) from error
+            raise WeightBridgeUnavailableError(
+                f"no addresses for the engine's weights: {error.cause}. Use mode='copy'."
+            ) from error
         self.pin = Pin(self._range.address, self._range.nbytes, place=view.place)
         # Whoever of them has the allocation that lies there is the content, and keeps its lease.
         # The range outlives this object for as long as a tensor of the engine looks at it.
@@ -76,11 +77,10 @@ class DeviceRange:
         """
         allocation = _allocation(new)
         if allocation is None or allocation.nbytes != self._range.nbytes:
-            msg = (
+            raise SegmentError(
                 "a flip needs an update in device memory of the size of the one before; this one "
                 "is not. Use mode='copy', or the transport cuda-vmm."
             )
-            raise SegmentError(msg)
         old = self.content
         self._held.append(new)
         try:
@@ -90,11 +90,10 @@ class DeviceRange:
             raise
         except DriverError as error:
             self._held.remove(new)
-            msg = (
+            raise SegmentError(
                 f"the flip failed and changed nothing: {error.cause}. Publish again, or "
                 f"use mode='copy'. {error.remedy}"
-            )
-            raise SegmentError(msg) from error
+            ) from error
         return old if self.content is new else None
 
     def empty(self) -> None:
@@ -121,11 +120,10 @@ class DeviceRange:
         if allocation is None or self._range.content is not allocation:
             return False
         if not self._range.shows(allocation):
-            msg = (
+            raise ProofFailed(
                 f"the driver took the allocation for {self.address:#x} and does not show it there. "
                 "Nothing else may map memory at the engine's weights: use mode='copy'."
             )
-            raise ProofFailed(msg)
         return True
 
 

@@ -81,8 +81,9 @@ class Descriptor:
 
         """
         if not self._finalizer.alive:
-            msg = f"descriptor {self._fd} was closed already. Export the allocation again."
-            raise SegmentError(msg)
+            raise SegmentError(
+                f"descriptor {self._fd} was closed already. Export the allocation again."
+            )
         return self._fd
 
     def close(self) -> None:
@@ -169,8 +170,9 @@ class Allocation:
 
         """
         if self.is_closed:
-            msg = f"an allocation of {self.nbytes} bytes was closed already. Publish again."
-            raise SegmentError(msg)
+            raise SegmentError(
+                f"an allocation of {self.nbytes} bytes was closed already. Publish again."
+            )
         return self.reference.handle
 
     @property
@@ -314,13 +316,12 @@ class AddressRange:
     there is kept: its `Allocation.close` takes effect when it is taken out.
     """
 
-    def __init__(self, driver: VMMDriver, nbytes: int, *, align: int = 0) -> None:
+    def __init__(self, driver: VMMDriver, nbytes: int) -> None:
         """Reserve room for an allocation of `nbytes`; nothing lies there yet.
 
         Args:
             driver: whose addresses.
             nbytes: size, rounded up to the driver's granularity.
-            align: of the first address, a power of two; 0 for the granularity.
 
         Raises:
             DriverError: no addresses left.
@@ -329,7 +330,7 @@ class AddressRange:
         settle_late()
         self.driver = driver
         self.nbytes = driver.round_up(nbytes)
-        address = driver.reserve(self.nbytes, align)
+        address = driver.reserve(self.nbytes)
         self._place = _Place(driver, address, self.nbytes, os.getpid())
         weakref.finalize(self, quietly, self._place.close).atexit = False
 
@@ -380,8 +381,9 @@ class AddressRange:
         """
         new = self._checked(allocation, writable=writable)
         if self.content is not None:
-            msg = f"an allocation lies at {self.address:#x} already. Use swap, or unmap it first."
-            raise SegmentError(msg)
+            raise SegmentError(
+                f"an allocation lies at {self.address:#x} already. Use swap, or unmap it first."
+            )
         self._exchange(new)
 
     def swap(self, allocation: Allocation, *, writable: bool) -> Allocation | None:
@@ -440,15 +442,13 @@ class AddressRange:
     def _checked(self, allocation: Allocation, *, writable: bool) -> _Shown:
         if self._place.is_freed or allocation.is_closed:
             what = "the range" if self._place.is_freed else "the allocation"
-            msg = f"{what} for {self.address:#x} was closed already. Make a new one."
-            raise SegmentError(msg)
+            raise SegmentError(f"{what} for {self.address:#x} was closed already. Make a new one.")
         if allocation.driver is not self.driver or allocation.nbytes != self.nbytes:
-            msg = (
+            raise SegmentError(
                 f"an allocation of {allocation.nbytes} bytes of driver {allocation.driver.name!r} "
                 f"does not fit a range of {self.nbytes} bytes of {self.driver.name!r}. Use one "
                 "driver object, and publish the layout that the engine runs."
             )
-            raise SegmentError(msg)
         return _Shown(allocation, writable)
 
     def _settle(self) -> None:

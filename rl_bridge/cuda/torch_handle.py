@@ -16,8 +16,9 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any, Self
 
 import torch
@@ -118,10 +119,9 @@ class TorchHandle:
             raise MalformedManifest(f"an export is a function and its arguments. {_SAY_AGAIN}")
         function, given = reduced
         if function is not rebuild_cuda_tensor:
-            msg = (
+            raise MalformedManifest(
                 f"an export names {function!r}, expected torch's rebuild_cuda_tensor. {_SAY_AGAIN}"
             )
-            raise MalformedManifest(msg)
         if not isinstance(given, tuple | list) or len(given) != 15:  # noqa: PLR2004 - as above
             raise MalformedManifest(f"an export has 15 arguments. {_SAY_AGAIN}")
         _, size, stride, offset, _, dtype, _, handle, nbytes, at, _, *rest = given
@@ -164,14 +164,16 @@ class TorchHandle:
         """
         fields: dict[str, Any] = dict(given)
         if set(fields) != set(cls.__dataclass_fields__):
-            msg = f"an export has the fields {sorted(map(str, fields))}. {_SAY_AGAIN}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"an export has the fields {sorted(map(str, fields))}. {_SAY_AGAIN}"
+            )
         for key in ("handle", "counter", "event"):
             try:
                 fields[key] = base64.b64decode(fields[key], validate=True)
             except (TypeError, ValueError) as error:
-                msg = f"an export's {key} is no base64: {error}. {_SAY_AGAIN}"
-                raise MalformedManifest(msg) from error
+                raise MalformedManifest(
+                    f"an export's {key} is no base64: {error}. {_SAY_AGAIN}"
+                ) from error
         for key in ("shape", "stride"):
             fields[key] = _integers(key, fields[key])
         return cls(**fields)
@@ -203,8 +205,9 @@ class TorchHandle:
         head = self.handle[:-IPC_HANDLE_NBYTES]
         is_plain = not head or head[1:] == b"c"
         if len(self.handle) < IPC_HANDLE_NBYTES or not is_plain:
-            msg = f"an export's handle of {len(self.handle)} bytes has no known form. {_SAY_AGAIN}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"an export's handle of {len(self.handle)} bytes has no known form. {_SAY_AGAIN}"
+            )
         if _COUNTER_FILE.fullmatch(self.counter) is None:
             raise MalformedManifest(f"an export's counter is in {self.counter!r}. {_SAY_AGAIN}")
 
@@ -214,19 +217,15 @@ class TorchHandle:
         steps = zip(self.shape, self.stride, strict=True)
         last = self.offset + sum((size - 1) * step for size, step in steps)
         if (last + 1) * DTYPE_NBYTES[self.dtype] > self.storage_nbytes:
-            msg = (
+            raise RangeBeyondSegment(
                 f"an export of shape {self.shape} reaches behind its storage of "
                 f"{self.storage_nbytes} bytes. {_SAY_AGAIN}"
             )
-            raise RangeBeyondSegment(msg)
 
     @property
     def numel(self) -> int:
         """How many elements it has."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def exporter(self) -> int | None:
@@ -294,10 +293,9 @@ def _integers(name: str, given: object) -> tuple[int, ...]:
     return found
 
 
-def decline(handles: Mapping[str, TorchHandle] | list[TorchHandle], calls: Calls) -> int:
+def decline(handles: Iterable[TorchHandle], calls: Calls) -> int:
     """Decline the exports that were not opened; returns their number."""
-    found = handles.values() if isinstance(handles, Mapping) else handles
-    return sum(handle.decline(calls) for handle in found)
+    return sum(handle.decline(calls) for handle in handles)
 
 
 class _Used:
@@ -327,11 +325,10 @@ class _Used:
 
         """
         if not self.note(handle):
-            msg = (
+            raise WeightUpdateRejectedError(
                 f"an export of process {handle.exporter} is opened a second time: its memory would "
                 f"never be freed. {_EXPORT_AGAIN}"
             )
-            raise WeightUpdateRejectedError(msg)
 
 
 _USED = _Used()

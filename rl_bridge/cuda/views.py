@@ -5,7 +5,6 @@ import os
 import weakref
 from collections.abc import Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from rl_bridge.cuda.broker import BrokerRef, fetch_fd
 from rl_bridge.cuda.devices import driver_of, place_at
 from rl_bridge.cuda.driver import CAPTURING, INVALID_VALUE
-from rl_bridge.cuda.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, IPCDriver, Opening
+from rl_bridge.cuda.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, Core, IPCDriver, Opening
 from rl_bridge.cuda.owners import AddressRange, Allocation, put_off, quietly, settle_late
 from rl_bridge.errors import (
     DeadlineExceeded,
@@ -30,15 +29,13 @@ from rl_bridge.memory.views import LeasedView, Pin, anonymous_pin
 _LOG = logging.getLogger(__name__)
 
 
-class ArenaRef(BaseModel):
+class DeviceArena(BaseModel):
     """Where a slot's arena is, as it travels in a manifest. Checked, never believed.
 
     Attributes:
         driver: whose memory.
         device: UUID of the GPU, or ``host``.
         nbytes: size of the allocation.
-        key: the allocation's number at its publisher's broker.
-        broker: where its descriptor is to be had.
 
     """
 
@@ -47,12 +44,52 @@ class ArenaRef(BaseModel):
     driver: Literal["cuda", "host"]
     device: Annotated[StrictStr, Field(max_length=64)]
     nbytes: Annotated[StrictInt, Field(ge=1, lt=2**63)]
+
+
+class ArenaView(LeasedView):
+    """A slot whose arena lies in device memory, which consumers only read."""
+
+    arena: DeviceArena
+
+    @property
+    def where(self) -> Hashable:
+        """The segment and the arena."""
+        return (self.ref, self.arena)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that the arena has room for."""
+        return self.arena.nbytes
+
+    def refresh(self, address: int, nbytes: int) -> bool:
+        """Nothing to drop: no consumer writes there."""
+        del address, nbytes
+        return False
+
+    def prefault(self, nbytes: int) -> None:
+        """Nothing to do: device memory is present."""
+
+
+# ---- CUDA virtual memory: imported once, mapped to be read ---------------------------------------
+
+
+class ArenaRef(DeviceArena):
+    """An arena whose descriptor a broker hands over.
+
+    Attributes:
+        key: the allocation's number at its publisher's broker.
+        broker: where its descriptor is to be had.
+
+    """
+
     key: Annotated[StrictInt, Field(ge=0, lt=2**63)]
     broker: BrokerRef
 
 
-class DeviceView(LeasedView):
-    """A slot whose arena lies in device memory; nobody in this process can write to it."""
+class DeviceView(ArenaView):
+    """A slot whose arena is mapped here; nobody in this process can write to it."""
+
+    arena: ArenaRef
 
     def __init__(self, ref: SegmentRef, arena: ArenaRef, *, timeout_s: float) -> None:
         """Open the slot's segment, fetch the arena's descriptor, import and map it.
@@ -73,31 +110,21 @@ class DeviceView(LeasedView):
         self._timeout_s = timeout_s
         super().__init__(ref, None)
 
-    @property
-    def where(self) -> Hashable:
-        """The segment and the arena."""
-        return (self.ref, self.arena)
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that the arena has room for."""
-        return self.arena.nbytes
-
     def _open(self) -> int:
         try:
             return self._import()
         except (DeadlineExceeded, DriverError) as error:
             if isinstance(error, DriverError) and error.code == INVALID_VALUE:
                 raise  # that is how a driver names a descriptor of something else
-            msg = f"this side cannot have the update now: import it again once it can. {error}"
-            raise WeightBridgeUnavailableError(msg) from error
+            raise WeightBridgeUnavailableError(
+                f"this side cannot have the update now: import it again once it can. {error}"
+            ) from error
 
     def _import(self) -> int:
         driver = driver_of(self.arena.driver, self.arena.device)
         self.place = place_at(driver.device)
-        fd, nbytes = fetch_fd(self.arena.broker, self.arena.key, timeout_s=self._timeout_s)
         # The size in the manifest counts: the driver refuses a descriptor of another size.
-        del nbytes
+        fd, _ = fetch_fd(self.arena.broker, self.arena.key, timeout_s=self._timeout_s)
         with ExitStack() as undo:  # at once: somebody may keep the exception
             self.allocation = Allocation.received(driver, fd, self.arena.nbytes)
             undo.callback(quietly, self.allocation.close)
@@ -125,17 +152,8 @@ class DeviceView(LeasedView):
             _LOG.warning("a lease ends although the device does not answer: %s", error)
         return True
 
-    def refresh(self, address: int, nbytes: int) -> bool:
-        """Nothing to drop: this process cannot write there."""
-        del address, nbytes
-        return False
 
-    def prefault(self, nbytes: int) -> None:
-        """Nothing to do: a mapping of device memory is complete."""
-
-
-# ---- A publisher's slot in plain device memory, seen from a consumer: opened once, only ever
-# read.
+# ---- plain device memory: opened once, only ever read --------------------------------------------
 #
 # A legacy IPC handle opens memory to be written, and its owner's death takes the memory away. So
 # nothing that a consumer is given lies there: `IPCView` is where a version is copied from, into
@@ -156,23 +174,15 @@ def ipc_namespace() -> int:
         return 0
 
 
-class IPCArenaRef(BaseModel):
-    """Where a slot's arena is, as it travels in a manifest. Checked, never believed.
+class IPCArenaRef(DeviceArena):
+    """An arena with a legacy handle.
 
     Attributes:
-        driver: whose memory.
-        device: UUID of the GPU, or ``host``.
-        nbytes: size of the allocation.
         handle: the raw handle, in hexadecimal digits.
         namespace: the publisher's `ipc_namespace`, which tells why a handle does not open.
 
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    driver: Literal["cuda", "host"]
-    device: Annotated[StrictStr, Field(max_length=64)]
-    nbytes: Annotated[StrictInt, Field(ge=1, lt=2**63)]
     handle: Annotated[StrictStr, Field(pattern=rf"^[0-9a-f]{{{2 * IPC_HANDLE_NBYTES}}}$")]
     namespace: Annotated[StrictInt, Field(ge=0, lt=2**63)]
 
@@ -185,8 +195,11 @@ class IPCArenaRef(BaseModel):
         return f"the publisher is in IPC namespace {theirs} and this process in {mine}"
 
 
-class IPCView(LeasedView):
+class IPCView(ArenaView):
     """A slot whose arena lies in another process's plain device memory, or in this one's own."""
+
+    arena: IPCArenaRef
+    driver: IPCDriver
 
     def __init__(self, ref: SegmentRef, arena: IPCArenaRef, *, transport: str) -> None:
         """Open the slot's segment and the arena's handle.
@@ -206,32 +219,12 @@ class IPCView(LeasedView):
         self._transport = transport
         super().__init__(ref, None)
 
-    @property
-    def where(self) -> Hashable:
-        """The segment and the arena."""
-        return (self.ref, self.arena)
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that the arena has room for."""
-        return self.arena.nbytes
-
-    @property
-    def driver(self) -> IPCDriver:
-        """The driver of the arena's device."""
-        return self._driver
-
-    @property
-    def is_pointer(self) -> bool:
-        """Whether this process is the publisher's own, whose pointer is used."""
-        return self._opening.is_pointer
-
     def _open(self) -> int:
         try:
-            self._driver = driver_of(self.arena.driver, self.arena.device)
-            self.place = place_at(self._driver.device)
+            self.driver = driver_of(self.arena.driver, self.arena.device)
+            self.place = place_at(self.driver.device)
             handle = bytes.fromhex(self.arena.handle)
-            self._opening = Opening(self._driver, handle, self.ref)
+            self._opening = Opening(self.driver, handle, self.ref)
             try:
                 self._check_size()
             except BaseException:
@@ -256,13 +249,12 @@ class IPCView(LeasedView):
     def _check_size(self) -> None:
         # The stamp says how much of it is read. Where a driver does not tell the size of opened
         # memory, the publisher is believed: a lie would only harm its own reader.
-        found = self._driver.size_at(self._opening.address)
+        found = self.driver.size_at(self._opening.address)
         if found is not None and found < self.arena.nbytes:
-            msg = (
+            raise RangeBeyondSegment(
                 f"the handle opens {found} bytes and the manifest says {self.arena.nbytes}. Send "
                 "the manifest as it was published."
             )
-            raise RangeBeyondSegment(msg)
 
     def require_owner(self) -> None:
         """Make sure that the memory is there to be read.
@@ -272,43 +264,24 @@ class IPCView(LeasedView):
 
         """
         if not still_there(self.ref):
-            msg = (
+            raise SegmentError(
                 f"the publisher (pid {self.ref.pid}) died or closed, and its memory went with it: "
                 "a legacy IPC handle keeps none. Import from its successor."
             )
-            raise SegmentError(msg)
 
     def _unmap(self) -> None:
         self._opening.close()
 
-    def refresh(self, address: int, nbytes: int) -> bool:
-        """Nothing to drop: consumers write to a copy."""
-        del address, nbytes
-        return False
 
-    def prefault(self, nbytes: int) -> None:
-        """Nothing to do: device memory is present."""
-
-
-@dataclass(slots=True, eq=False)
-class _Private:
+class _Private(Core):
     """Plain memory of this process, which nobody else can open."""
-
-    driver: IPCDriver
-    pid: int
-    address: int
 
     def close(self) -> None:
         """Free it, when every kernel that may use it has ended."""
-        if self.address and os.getpid() == self.pid:
+        if self.address and os.getpid() == self.held.pid:
             # A tensor may be dead while kernels that read it still run.
             self.driver.fence()
-            address, self.address = self.address, 0
-            try:
-                self.driver.dealloc(address)
-            except DriverError:
-                self.address = address
-                raise
+            self.give_back(self.driver.dealloc)
 
 
 def private_pin(view: IPCView, nbytes: int) -> Pin:
@@ -322,7 +295,7 @@ def private_pin(view: IPCView, nbytes: int) -> Pin:
         return anonymous_pin(nbytes)
     settle_late()
     nbytes = -(-max(nbytes, 1) // IPC_UNIT) * IPC_UNIT
-    memory = _Private(view.driver, os.getpid(), 0)
+    memory = _Private(view.driver)
     try:
         memory.address = view.driver.alloc(nbytes)
         pin = Pin(memory.address, nbytes, place=view.place)
@@ -330,10 +303,9 @@ def private_pin(view: IPCView, nbytes: int) -> Pin:
     except BaseException as error:
         quietly(memory.close)
         if isinstance(error, DriverError):
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"{error.cause}: no memory for a copy of the update. Free some, then import it "
                 "again."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
         raise
     return pin

@@ -37,7 +37,7 @@ _START_TIMEOUT_S = 300.0  # on a busy machine with a cold disk
 
 
 class Engine(StrEnum):
-    """What the rollout samples with."""
+    """The rollout's engine: it samples."""
 
     MODULE = "module"
     """A torch module, updated in place."""

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from rl_bridge.demo.picture import draw_picture
 from rl_bridge.demo.report import (
     BareRow,
     DemoResult,
     EventRow,
     Large,
+    draw_picture,
     print_event,
     print_fault,
     print_report,
@@ -64,33 +64,22 @@ def run_demo(
     plain: bool = False,
     console: Console | None = None,
 ) -> DemoResult:
-    """Train a small policy over the bridge, plant faults, and write down what happened.
+    """Run what the help of ``rl-bridge demo`` describes, with its options, and write it down.
 
-    The trainer runs here; the rollout runs in a process of its own if the transport crosses
-    processes. Each step insists that the rollout's log-probabilities are those of the version that
-    it reports. Two updates are refused and one is undone on purpose. With a module, the same run
-    goes on beside it without the bridge: weights are copied, the same faults are planted, nobody
-    checks. Over ``shared-memory`` a few updates of a model of 22 million parameters end it: there,
-    the phases of an update are about bytes.
-
-    Over ``files`` the trainer is a process of its own as well. It is killed in the middle of a
-    publication, an engine joins while no trainer lives, and a new trainer goes on from the newest
-    version of the store, its optimizer begun anew.
+    Each step insists that the rollout's log-probabilities are those of the version that it reports.
+    With a module, the same run goes on beside it without the bridge: weights are copied, the same
+    faults are planted, nobody checks. Over ``shared-memory`` a few updates of a model of 22 million
+    parameters end it: there, the phases of an update are about bytes.
 
     Args:
         transport: name or short form; None takes ``shared-memory``, for an adapter ``nixl``, and
             ``files`` for a `url`.
-        engine: what the rollout samples with: ``module``, a torch module; ``vllm`` or ``sglang``,
-            such an engine, which takes half a minute to start; ``vllm-http``, a vLLM server with a
-            side-car beside it.
+        engine: what the rollout samples with: ``module``, ``vllm``, ``sglang`` or ``vllm-http``.
         lora: train a LoRA adapter instead of all weights: on two ranks under FSDP2, over NIXL into
-            a vLLM engine on two ranks. It needs ``engine="vllm"``.
-        url: with ``files``, the store that trainer and engines share: a directory, or such as
-            ``s3://bucket/run``, which fsspec opens with what it finds in the environment. None
-            makes a directory in `out`.
+            a vLLM engine on two ranks.
+        url: with ``files``, the store that trainer and engines share; None makes one in `out`.
         steps: training steps, one update of the weights each.
-        seed: of the weights and of the samples; the same seed gives the same rewards, with SGLang
-            and with a server only about the same.
+        seed: the same seed gives the same rewards, with SGLang and a server only about the same.
         out: where `demo.json` and `demo.png` go; made if it is not there.
         plain: print a line for each step, and no bar.
         console: where progress goes; a bar is for terminals only.

@@ -121,8 +121,9 @@ def plant(model: Any, named: list[tuple[str, Tensor]]) -> None:
     """
     (name, is_armed), *others = named
     if name != NAME or others:
-        msg = f"expected one tensor {NAME!r}, got {[name for name, _ in named]}. Use the demo."
-        raise EngineFault(msg)
+        raise EngineFault(
+            f"expected one tensor {NAME!r}, got {[name for name, _ in named]}. Use the demo."
+        )
     # On the instance it hides the class's own, which is what comes back.
     vars(model).pop("load_weights", None)
     plant_fault(is_armed=bool(is_armed.item()))

@@ -144,8 +144,9 @@ class StoreRanks(TrainerRanks):
             try:
                 child.ready()
             except ChildError as error:
-                msg = f"the trainer did not start: {error.message}"
-                raise WeightBridgeUnavailableError(msg) from error
+                raise WeightBridgeUnavailableError(
+                    f"the trainer did not start: {error.message}"
+                ) from error
             stack.pop_all()
         return child
 
@@ -403,13 +404,12 @@ class StoreTrainer(Trainer):
         self._version = version = self._ranks.resume()
         pid = self._ranks.pid
         self._note(number, "resumed", who="trainer", pid=pid, version=version, start=start)
-        if self._version != self.held.weight_version:
+        newest = self.held.weight_version
+        if version != newest or not self._shelf.holds(newest, self._ranks.state()):
             raise PromiseBroken(
-                f"version {self.held.weight_version} is the newest one, the trainer went on from "
-                f"{self._version}"
+                f"the trainer goes on from version {version} or with other weights than it had: "
+                f"expected version {newest}, the newest one, and its weights"
             )
-        if not self._shelf.holds(self._version, self._ranks.state()):
-            raise PromiseBroken(f"the trainer went on with other weights than v{self._version}'s")
 
     def _note(
         self, step: int, kind: EventKind, *, who: str, pid: int, version: int, start: float

@@ -94,8 +94,7 @@ class VersionShelf:
 
     def _max_abs_diff(self, version: int, batch: SampleBatch) -> float:
         if version not in self._kept:
-            msg = f"no weights of version {version} are kept; kept are {list(self._kept)}"
-            raise KeyError(msg)
+            raise KeyError(f"no weights of version {version} are kept; kept are {list(self._kept)}")
         # (The base below an adapter is not kept: it does not change.)
         self._scratch.load_state_dict(self._kept[version], strict=False)
         with torch.no_grad():

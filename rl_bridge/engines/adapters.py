@@ -17,14 +17,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank import EngineRank, RankHost, RankInstaller
 from rl_bridge.engines.rpc import EngineClient, Replies, Reply
-from rl_bridge.engines.serving import KEPT, ServingOptions
+from rl_bridge.engines.serving import ServingOptions
 from rl_bridge.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -94,7 +94,8 @@ class Resident:
     def beside(cls, others: Iterable["Resident"], manifest: WeightUpdateManifest) -> "Resident":
         """The version of an update, in an engine that holds others of the same adapter.
 
-        It has a label of its own: engines take requests of one label for requests of one adapter.
+        No other one that is there has its label: engines take requests of one label for requests of
+        one adapter.
         """
         spec, version, taken = manifest.adapter, manifest.weight_version, list[int]()
         assert spec is not None  # as it was prepared
@@ -115,7 +116,7 @@ class Resident:
     def label(self) -> str:
         """The name by which clients ask for it, such as ``policy@7``, or ``policy@7.1``.
 
-        Of a version that was dropped it may come again.
+        A later version may have the label of one that was dropped.
         """
         again = f".{self.again}" if self.again else ""
         return f"{self.adapter}@{self.weight_version}{again}"
@@ -226,11 +227,10 @@ class AdapterInstaller(RankInstaller):
         self.abandon()
         spec = manifest.adapter
         if spec is None:
-            msg = (
+            raise IncompatibleUpdate(
                 f"version {manifest.weight_version} holds a model's weights, expected an adapter. "
                 "Publish it with adapter=."
             )
-            raise IncompatibleUpdate(msg)
         pairs, others = self._paired(spec, manifest.table)
         require_plain(spec, others)
         self._check_own_base(spec.name, spec.base_root)
@@ -260,30 +260,27 @@ class AdapterInstaller(RankInstaller):
         versions = [*self.residents.values(), *([self._staged] if self._staged else [])]
         others = [one for one in versions if one.base_root not in {"", root} and self.holds(one)]
         if others:
-            msg = (
+            raise IncompatibleUpdate(
                 f"the engine has adapter {others[0].label!r}, which belongs to base weights of "
                 f"root {others[0].base_root}, and this update's root is {root}: its requests would "
                 f"be answered over another base. Call drop_adapter({others[0].adapter!r}), and "
                 "publish the weights again, then the adapter for them; or publish the adapter "
                 "without base_root."
             )
-            raise IncompatibleUpdate(msg)
 
     def _check_own_base(self, adapter: str, root: str) -> None:
         """Refuse a version that belongs to other base weights than the engine's."""
         base = self._base()
         if root and base and root != base:
-            msg = (
+            raise IncompatibleUpdate(
                 f"adapter {adapter!r} belongs to base weights of root {root}, and the engine holds "
                 f"root {base}. Install that base first, or publish for this one."
             )
-            raise IncompatibleUpdate(msg)
 
     def prove(self) -> InstallProof:
         """Read what the engine holds of the version."""
         if self._staged is None or self._manifest is None:
-            msg = "nothing was staged that could be proven. Call prepare first."
-            raise ProofFailed(msg)
+            raise ProofFailed("nothing was staged that could be proven. Call prepare first.")
         return InstallProof(
             method="digest",
             root=self._manifest.root,
@@ -355,11 +352,10 @@ class AdapterInstaller(RankInstaller):
         """
         assert isinstance(tensors, ImportedTensors)
         if tensors.device.type != "cpu":
-            msg = (
+            raise IncompatibleUpdate(
                 f"version {manifest.weight_version} arrived on {tensors.device}, where no adapter "
                 "is staged from. Publish it in memory of the CPU: over shared-memory or nixl."
             )
-            raise IncompatibleUpdate(msg)
         table = manifest.table
         if self._copies is None or self._copies[0] != table.digest:
             own = ImportedTensors(table, anonymous_pin(table.arena_nbytes))
@@ -396,11 +392,13 @@ class AdapterHost(RankHost):
         """Refuse what the engine refuses, replicas, and an engine whose weights are changed."""
         self._base.host.check(given)
         if given.get("replicas", 1) != 1:
-            msg = "the engine has replicas: adapters are brought into engines of one. Use one."
-            raise WeightBridgeUnavailableError(msg)
+            raise WeightBridgeUnavailableError(
+                "the engine has replicas: adapters are brought into engines of one. Use one."
+            )
         if self._base.is_begun:
-            msg = "an update of the engine's weights is under way. Try again when it is over."
-            raise WeightBridgeUnavailableError(msg)
+            raise WeightBridgeUnavailableError(
+                "an update of the engine's weights is under way. Try again when it is over."
+            )
 
     def facts(self) -> Reply:
         """What the engine tells, and which versions are resident."""
@@ -420,14 +418,24 @@ class AdapterHost(RankHost):
 # ---- the front end -------------------------------------------------------------------------------
 
 
-class AdapterFrontEnd(Protocol):
-    """Whatever takes an engine's requests, and so knows which versions of adapters they ask for."""
+class AdapterFrontEnd(EngineClient):
+    """A client that reaches what takes the engine's requests, and so their adapters' versions."""
 
     def adapters_in_use(self) -> AbstractSet[int]:
-        """The engine's ids of the adapters that requests under way ask for."""
+        """The engine's ids of the adapters that requests ask for, those that wait included.
+
+        Raises:
+            WeightBridgeUnavailableError: the engine does not tell.
+
+        """
+        raise WeightBridgeUnavailableError(
+            "this engine does not tell which adapters its requests ask for, so versions of an "
+            "adapter cannot be kept apart in it. Use one of the engines that its adapter takes."
+        )
 
     def adapters_held(self) -> AbstractSet[int]:
         """Ids of the adapters that somebody holds a request object of, which he may still use."""
+        return frozenset()
 
     def offer_adapter(
         self, adapter: str, active: Resident | None, residents: Sequence[Resident]
@@ -440,7 +448,8 @@ class AdapterFrontEnd(Protocol):
         """
 
     def lora_request(self, version: Resident) -> Any:
-        """Return what a request names a version by."""
+        """What a request names a version by: its label, unless the engine wants an object."""
+        return version.label
 
 
 # ---- the driver ----------------------------------------------------------------------------------
@@ -482,34 +491,24 @@ class AdapterDriver(EngineDriver):
 
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        adapter: str,
-        *,
-        front_end: AdapterFrontEnd,
-        options: Mapping[str, Any],
-        keep: int = KEPT,
-        take_over: bool = False,
-    ) -> None:
-        """Configure; the engine is not called.
+    def __init__(self, base: EngineDriver, adapter: str) -> None:
+        """Drive the engine whose weights `base` updates, with its options of bridges and versions.
 
-        Args:
-            client: calls the engine's ranks.
-            adapter: name of the adapter.
-            front_end: takes the engine's requests.
-            options: of the ranks' bridges; plain JSON.
-            keep: most versions that stay resident while nothing is installed.
-            take_over: as for `EngineDriver`.
+        Raises:
+            WeightBridgeUnavailableError: the engine lacks what takes its requests.
 
         """
-        serving = ServingOptions(pause=None, cache="keep", label=None)
+        client = base.client
+        assert isinstance(client, AdapterFrontEnd)
+        client.adapters_in_use()  # which says what it lacks
         super().__init__(
-            AdapterClient(client, adapter), serving=serving, options=options, take_over=take_over
+            AdapterClient(client, adapter),
+            serving=ServingOptions(None, "keep", None, base.serving.keep),
+            options={name: base.options[name] for name in base.options if name == "transports"},
+            take_over=base.may_take_over,
         )
         self.adapter = adapter
-        self._front_end = front_end
-        self._keep = keep
+        self._front_end = client
         # The active version, and all that every rank holds, the newest first: replaced as a whole,
         # since requests are made in other threads, and in the engine's own event loop.
         self._known: tuple[Resident | None, tuple[Resident, ...]] = (None, ())
@@ -544,19 +543,17 @@ class AdapterDriver(EngineDriver):
             if one.weight_version == weight_version:
                 return one
         if self._is_ending:
-            msg = (
+            raise UnknownUpdate(
                 f"adapter {self.adapter!r} is not offered: requests had it still when "
                 "drop_adapter() gave up waiting for them. Call drop_adapter() once more; or "
                 "recover(), which offers it again."
             )
-            raise UnknownUpdate(msg)
         held = [one.weight_version for one in residents]
         asked = "any version" if weight_version is None else f"version {weight_version}"
-        msg = (
+        raise UnknownUpdate(
             f"the engine does not hold {asked} of adapter {self.adapter!r}, expected one of "
             f"{held}. Install it with update_weights, or ask for one that is there."
         )
-        raise UnknownUpdate(msg)
 
     def lora_request(self, weight_version: int | None) -> Any:
         """What a request names a resident version by; None is the active one.
@@ -647,10 +644,10 @@ class AdapterDriver(EngineDriver):
         There is a second look if the first one was the first that found them without a request: a
         version that was active until now had none before.
         """
-        self.retire(self._keep)
-        if any(one.update_id in self._idle for one in self.residents[self._keep :]):
+        self.retire(self.serving.keep)
+        if any(one.update_id in self._idle for one in self.residents[self.serving.keep :]):
             time.sleep(_LOOK_S)
-            self.retire(self._keep)
+            self.retire(self.serving.keep)
 
     def _asked_for(self) -> AbstractSet[int]:
         """Ids of the versions that requests have, or may be sent for."""
@@ -708,12 +705,11 @@ class AdapterDriver(EngineDriver):
         while used := numbers.keys() & self._front_end.adapters_in_use():
             if time.monotonic() > end:
                 labels = sorted(numbers[one] for one in used)
-                msg = (
+                raise DeadlineExceeded(
                     f"adapters {labels} are taken back, and requests have them still after "
                     f"{within_s} s. Try again when they have ended: by recover() or "
                     "drop_adapter()."
                 )
-                raise DeadlineExceeded(msg)
             time.sleep(_LOOK_S)
 
     def take_over(self) -> bool:
@@ -734,14 +730,12 @@ class AdapterDriver(EngineDriver):
         self._offer()
         if self._free:
             self.retire(len(self._known[1]))  # only a look
-            return
-        if self._free_a_place():
-            return
-        if self._front_end.adapters_held():
+        elif not self._free_a_place():
             gc.collect()  # objects that only each other hold, such as of a kept exception's frames
-            self._free_a_place()  # the first of the two looks that find them gone
-        time.sleep(_LOOK_S)
-        self._free_a_place()
+            for _ in range(2):  # looks that find a version idle are never closer than that
+                time.sleep(_LOOK_S)
+                if self._free_a_place():
+                    break
 
     def _free_a_place(self) -> bool:
         """Have a version go that is not active, of the adapter that has the most of them."""
@@ -783,23 +777,20 @@ def require_plain(spec: AdapterSpec, others: Sequence[str]) -> None:
     for key in _VARIANTS:
         # (PEFT writes "none" for an adapter to which no biases of the base belong.)
         if config.get(key) and not (key == "bias" and config[key] == "none"):
-            msg = (
+            raise IncompatibleUpdate(
                 f"adapter {spec.name!r} has {key}={config[key]!r:.60}, expected plain LoRA, which "
                 "is all that engines are given here. Train it without, or publish merged=True."
             )
-            raise IncompatibleUpdate(msg)
     if others:
-        msg = (
+        raise IncompatibleUpdate(
             f"adapter {spec.name!r} has {len(others)} tensors beside its pairs, such as saved "
             f"modules and biases, which engines do not apply: {list(others)[:_SHOWN]}. Train the "
             "adapter without it, or merge it: publish with merged=True."
         )
-        raise IncompatibleUpdate(msg)
     begins = str(config.get("init_lora_weights", "")).lower()
     if begins.startswith(_CHANGES_BASE) and not spec.base_root:
-        msg = (
+        raise IncompatibleUpdate(
             f"adapter {spec.name!r} begins with init_lora_weights={begins!r}, which changes the "
             "trainer's base weights: over the engine's it would be another sum. Publish the base "
             "as a version of its own, and the adapter with base_root=manifest.root."
         )
-        raise IncompatibleUpdate(msg)

@@ -89,6 +89,12 @@ class EngineDriver(TransactionalAdapter):
 
     Every call to the engine raises `EngineLost` where that is gone, and `SessionRefused` where
     another driver has it.
+
+    Attributes:
+        serving: what requests see of an update.
+        options: what the ranks make their installer with, and their bridges.
+        may_take_over: whether the first update takes the engine from a driver that has it.
+
     """
 
     imports_itself: bool = True
@@ -117,11 +123,11 @@ class EngineDriver(TransactionalAdapter):
 
         """
         self._client = client
+        self.serving, self.options, self.may_take_over = serving, dict(options), take_over
         self._serving = Serving(client, serving)
-        self._options = dict(options)
         self._loader = loader or Loader()
         self.imports_itself = self._loader.imports
-        self._takes_over = take_over
+        self._takes_over = take_over  # once
         self._step = _Step.IDLE
         self._may_have_served = False  # requests may have run with an update that is not committed
         self._manifest: WeightUpdateManifest | None = None
@@ -172,7 +178,7 @@ class EngineDriver(TransactionalAdapter):
         self.verified_root, self._refusal = "", None
         self._ensure_session()
         given = dict(self._loader.prepare(manifest, tensors))
-        given |= {"manifest": manifest.to_json(), "options": self._options}
+        given |= {"manifest": manifest.to_json(), "options": self.options}
         # Another engine may be there in another session.
         layout = (manifest.table.digest, self._client.epoch)
         given |= {"imports": self.imports_itself, "shards": layout != self._layout}
@@ -322,24 +328,22 @@ class EngineDriver(TransactionalAdapter):
         """What the ranks say of themselves. An engine that does not answer is told early."""
         self._replicas = self._client.replicas()
         if self._replicas > 1 and not self._serving.pauses:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the engine has {self._replicas} replicas, which do not install at the same "
                 "moment: without a pause, requests are answered by two versions. Let updates "
                 "pause it."
             )
-            raise WeightBridgeUnavailableError(msg)
         replies = self._client.ask("describe", within_s=_LIFE_S)
         ranks = self._replicas * replies[0]["world_size"]
         answered = {reply["rank"] for reply in replies}
         if answered != set(range(ranks)):
             # The others would be waited for in a vote, or serve another version.
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"{len(answered)} of the engine's ranks answered, expected {ranks}: this process "
                 "reaches only some of its workers, as with "
                 "distributed_executor_backend='external_launcher' or an external load balancer. "
                 "Let the engine start all of them."
             )
-            raise WeightBridgeUnavailableError(msg)
         self._may_sleep = replies[0]["may_sleep"]
         if any(reply["asleep"] for reply in replies):
             raise asleep_error()
@@ -465,11 +469,10 @@ def _joined_proof(proofs: Sequence[dict[str, Any]]) -> InstallProof:
         roots.discard("")  # of ranks that can read only part of what they hold
     methods = {proof["method"] for proof in proofs}
     if len(roots) != 1:
-        msg = (
+        raise ProofFailed(
             f"the ranks hold different weights: roots {sorted(roots)}, expected one. Install "
             "the update again."
         )
-        raise ProofFailed(msg)
     return InstallProof(
         method="unproven" if "unproven" in methods else max(methods, key=len),
         root="" if "unproven" in methods else roots.pop(),

@@ -67,11 +67,10 @@ class Evidence:
         """Note what the parts of tensors must hold, in the order of `shard_routes`."""
         routes = shard_routes(self._plan)
         if len(parts) != len(routes):
-            msg = (
+            raise ProofFailed(
                 f"{len(parts)} digests of parts came, expected {len(routes)}. Install the same "
                 "version of rl_bridge in the engine's environment and in the executor's."
             )
-            raise ProofFailed(msg)
         keys = ((route, self._plan.dtypes[route.source]) for route in routes)
         self._expected = dict(zip(keys, parts, strict=True))
 
@@ -122,7 +121,7 @@ class Evidence:
         """
         made_of = self._made_of | self._lent()
         if isinstance(tensors, ImportedShare):
-            routes = self._plan.routes()
+            routes = self._plan.routes
             made_of |= {route.source for route in routes if route.target not in self._packed}
             verify_again(tensors, made_of | (self._plan.taken - unread))
         else:
@@ -190,11 +189,10 @@ class Evidence:
         """Compare what the engine made of parameters; returns how many bytes that is."""
         for attribute in staged.attributes:
             if vars(attribute.module).get(attribute.key) is not attribute.value:
-                msg = (
+                raise ProofFailed(
                     f"layer {attribute.path!r}: its {attribute.key} is not the one that was made "
                     "for this version. Install the update again."
                 )
-                raise ProofFailed(msg)
         tensors = {name: change.live for name, change in self._processed.items()}
         for name, digest in self._digests({**tensors, **_attributes(staged)}).items():
             if digest != self._derived[name]:
@@ -222,11 +220,10 @@ class Evidence:
                     continue
                 if live is not None and not live.numel() and not target.meta.numel():
                     continue
-                msg = (
+                raise ProofFailed(
                     f"parameter {user.name!r}: the engine's processing left no trace of this "
                     "version in its layer. Start a fresh engine from the checkpoint."
                 )
-                raise ProofFailed(msg)
 
     def _row(self, step: Route) -> int:
         return self._manifest.table.rows[step.source]
@@ -318,20 +315,18 @@ class Places:
             tensors = [every[name] for name in before]
             lost = [list(before)[place] for place in self._facts.moved(tensors)]
         if lost:
-            msg = (
+            raise TornEngine(
                 f"undo failed: the engine's tensor {lost[0]!r} is not the one that was there "
                 "before the install. Call recover(), or start a fresh engine."
             )
-            raise TornEngine(msg)
 
 
 def _check_padding(target: Target, fill: Fill) -> None:
     if not (fill.target_view.of(target.serving()) == fill.value).all():
-        msg = (
+        raise ProofFailed(
             f"parameter {target.name!r}: its padding is not {fill.value}. Install the update "
             "again; if that fails too, something else writes to the engine."
         )
-        raise ProofFailed(msg)
 
 
 def _attributes(staged: Staged) -> dict[str, torch.Tensor]:

@@ -40,12 +40,11 @@ def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
     """
     for route, name in plan.rivals:
         if digest_of(manifest, name) != digest_of(manifest, route.source):
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensors {name!r} and {route.source!r} both go to the engine's parameter "
                 f"{plan.targets[route.target].name!r}, expected the same bytes in both, got "
                 "different ones. Publish the model that the engine serves: tied as it ties them."
             )
-            raise IncompatibleUpdate(msg)
 
 
 def check_taken(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
@@ -58,11 +57,10 @@ def check_taken(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
     tied = [name for name in plan.tied if _kind(manifest, name) in kinds]
     hint = f"(What the engine ties to {tied} must have the same bytes.)" if tied else ""
     hints = " ".join(("", prefix_hint(lost) or hint)).rstrip()
-    msg = (
+    raise IncompatibleUpdate(
         f"the engine's loader puts {len(lost)} tensors of the update nowhere: {lost[:_SHOWN]}. "
         f"Publish the model that the engine serves, and no others.{hints}"
     )
-    raise IncompatibleUpdate(msg)
 
 
 def asks_for_bytes(plan: LoadPlan, group: GroupManifest) -> bool:
@@ -91,7 +89,7 @@ def equal_copies(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, st
     }
     alike |= {
         rows[route.source]: route.source
-        for route in plan.routes()
+        for route in plan.routes
         if any(hasattr(user.module, "num_embeddings") for user in plan.targets[route.target].users)
     }
     found = {}
@@ -108,14 +106,13 @@ def _kind(manifest: WeightUpdateManifest, name: str) -> tuple[str, tuple[int, ..
 
 def check_dtypes(plan: LoadPlan, kinds: Kinds, remedy: str = "") -> None:
     """Refuse tensors that a loader would cast."""
-    for route in plan.routes():
+    for route in plan.routes:
         target, dtype = plan.targets[route.target], kinds[route.source][0]
         if dtype != target.meta.dtype:
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {route.source!r} is {_name(dtype)}, parameter {target.name!r} is "
                 f"{_name(target.meta.dtype)}. Publish in the engine's dtype{remedy}."
             )
-            raise IncompatibleUpdate(msg)
 
 
 def check_casts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -129,12 +126,11 @@ def check_casts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         found = [torch.stack(torch.aminmax(_comparable(part))) for part in parts]
         ends = torch.stack(torch.aminmax(torch.stack(found)))
         if not ends.to(dtype).double().isfinite().all():
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r} has numbers from {ends[0]:g} to {ends[1]:g}, and {_name(dtype)} "
                 "cannot hold all of them: the engine would load NaN or Inf. Publish in the "
                 "engine's dtype, and see which training step made them."
             )
-            raise IncompatibleUpdate(msg)
 
 
 def check_finite(
@@ -155,11 +151,10 @@ def check_finite(
     for name in dict.fromkeys(_suspects(pieces, num_threads or default_threads())):
         bad = sum(int((~torch.isfinite(_comparable(part))).sum()) for part in parts[name])
         if bad:
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r}: {bad} of its {tensors[name].numel()} numbers are NaN or Inf; "
                 "the engine keeps its version. See which training step made them."
             )
-            raise IncompatibleUpdate(msg)
 
 
 def are_finite(tensors: Iterable[torch.Tensor], *, num_threads: int | None) -> bool:

@@ -190,7 +190,8 @@ class LoadPlan:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @cached_property
-    def _routes(self) -> list[Route]:
+    def routes(self) -> Sequence[Route]:
+        """All copies, in the loader's order within each target."""
         return [route for routes in self.routes_to.values() for route in routes]
 
     @cached_property
@@ -206,15 +207,11 @@ class LoadPlan:
         """All numbers that are written as padding."""
         return [step for steps in self.steps.values() for step in steps if isinstance(step, Fill)]
 
-    def routes(self) -> Sequence[Route]:
-        """All copies, in the loader's order within each target."""
-        return self._routes
-
     @cached_property
     def _views(self) -> dict[str, dict[View | None, None]]:
         """Name -> what is read of that tensor; None: all of it."""
         views: dict[str, dict[View | None, None]] = {}
-        for route in self.routes():
+        for route in self.routes:
             read = None if route.is_whole else route.source_view.once()
             views.setdefault(route.source, {})[read] = None
         return views
@@ -230,9 +227,9 @@ class LoadPlan:
     def rivals(self) -> list[tuple[Route, str]]:
         """Copies to the very place of another tensor's, and the name of that one."""
         first: dict[tuple[int, View], str] = {}
-        for route in self.routes():
+        for route in self.routes:
             first.setdefault((route.target, route.target_view), route.source)
-        others = ((route, first[route.target, route.target_view]) for route in self.routes())
+        others = ((route, first[route.target, route.target_view]) for route in self.routes)
         return [(route, other) for route, other in others if route.source != other]
 
     @cached_property
@@ -243,14 +240,14 @@ class LoadPlan:
     @cached_property
     def tied(self) -> list[str]:
         """Tensors that go only to parameters which have several places in the model."""
-        routes = self.routes()  # (of ranks, each has only its part)
+        routes = self.routes  # (of ranks, each has only its part)
         alone = {route.source for route in routes if not self.targets[route.target].is_tied}
         return sorted({route.source for route in routes} - alone)
 
     @cached_property
     def casts(self) -> dict[tuple[str, torch.dtype], None]:
         """Tensors that are loaded in another dtype, and that dtype."""
-        pairs = ((route.source, self.targets[route.target].meta.dtype) for route in self.routes())
+        pairs = ((route.source, self.targets[route.target].meta.dtype) for route in self.routes)
         return dict.fromkeys(pair for pair in pairs if self.dtypes[pair[0]] != pair[1])
 
     @cached_property
@@ -260,7 +257,7 @@ class LoadPlan:
         A parameter is read as it is assembled, and as it serves.
         """
         untold = []
-        for route in self.routes():
+        for route in self.routes:
             target = self.targets[route.target]
             dtypes = {target.meta.dtype, target.kept_dtype or target.meta.dtype}
             if not route.is_whole or dtypes != {self.dtypes[route.source]}:
@@ -357,11 +354,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         targets = self._targets = skeleton.targets
-        self._buffers = {_storage(b): name for name, b in skeleton.model.named_buffers()}
+        self._buffers = {storage_of(b): name for name, b in skeleton.model.named_buffers()}
         self._sources = sources
         self._elsewhere = skeleton.elsewhere
-        self._index = {_storage(target.meta): i for i, target in enumerate(targets)}
-        self._names = {_storage(tensor): name for name, tensor in sources.items()}
+        self._index = {storage_of(target.meta): i for i, target in enumerate(targets)}
+        self._names = {storage_of(tensor): name for name, tensor in sources.items()}
         self._steps: dict[int, list[Route | Fill]] = {}
         self._allows_computed = allows_computed
         self._computed: dict[int, set[View]] = {}
@@ -384,16 +381,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             return self._item(args[0])
         written = list(_written(function, args, kwargs or {}))
         for tensor in written:
-            storage = _storage(tensor)
+            storage = storage_of(tensor)
             if storage in self._index:
                 self._note(function, self._index[storage], args, tensor)
             elif storage in self._names:
                 # Whoever reads it after that, or shares its memory, does not get the update's.
-                msg = (
+                raise IncompatibleUpdate(
                     f"tensor {self._names[storage]!r} is changed by the loader ({function}), "
                     "expected copies of it. Start a fresh engine from a checkpoint instead."
                 )
-                raise IncompatibleUpdate(msg)
         made = function(*args, **(kwargs or {}))
         self._follow((args, kwargs), (written, made))
         return made
@@ -403,12 +399,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         names: set[str] = set()
         for value in tree_leaves(given):
             if isinstance(value, torch.Tensor):
-                names |= self._made_of.get(_storage(value), set())
+                names |= self._made_of.get(storage_of(value), set())
             elif self._is_item(value):
                 names.add(list(self._sources)[int(value - _ITEM)])
         for tensor in tree_leaves(made) if names else ():
             if isinstance(tensor, torch.Tensor):
-                self._made_of.setdefault(_storage(tensor), set()).update(names)
+                self._made_of.setdefault(storage_of(tensor), set()).update(names)
                 self._kept.append(tensor)
 
     def _is_item(self, value: object) -> bool:
@@ -416,13 +412,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
 
     def _item(self, tensor: torch.Tensor) -> float:
         """Tensors of one element are often handed over as a number."""
-        name = self._names.get(_storage(tensor))
+        name = self._names.get(storage_of(tensor))
         if name is None:
-            msg = (
+            raise IncompatibleUpdate(
                 "the loader reads a number that it computed from the checkpoint. "
                 f"Install it by {self._elsewhere}."
             )
-            raise IncompatibleUpdate(msg)
         return _ITEM + list(self._sources).index(name)
 
     def _note(self, function: Any, index: int, args: Any, written: torch.Tensor) -> None:
@@ -437,11 +432,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         elif self._allows_computed:
             self._computed.setdefault(index, set()).add(_view(written))
         else:
-            msg = (
+            raise IncompatibleUpdate(
                 f"parameter {target.name!r} is computed from the checkpoint ({function}), not "
                 f"copied. Install it by {self._elsewhere}."
             )
-            raise IncompatibleUpdate(msg)
 
     def _step(self, function: Any, index: int, args: Any) -> Route | Fill | None:
         """What is written into a target; None if it is no copy."""
@@ -455,7 +449,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             name = list(self._sources)[int(value - _ITEM)]
             number = View(view.shape, (0,) * len(view.shape), 0)
             return Route(name, number, index, view, is_whole=view.numel == 1)
-        source = self._names.get(_storage(args[1]))
+        source = self._names.get(storage_of(args[1]))
         if source is None or args[1].dtype != self._sources[source].dtype:
             return None
         given = args[1].expand(args[0].shape)
@@ -469,23 +463,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             storage: name for storage, name in self._buffers.items() if storage in self._made_of
         }
         if buffers and not self._allows_computed:
-            msg = (
+            raise IncompatibleUpdate(
                 f"buffer {min(buffers.values())!r} is loaded from the checkpoint; buffers cannot "
                 f"be made beside the serving layer. Install it by {self._elsewhere}."
             )
-            raise IncompatibleUpdate(msg)
         for index, views in self._computed.items():
             views.update(step.target_view for step in self._steps.pop(index, ()))
             target = self._targets[index]
             written = sum(view.numel for view in views)
             if written < target.meta.numel():
-                msg = (
+                raise IncompatibleUpdate(
                     f"parameter {target.name!r}: the update writes {written} of its "
                     f"{target.meta.numel()} elements. Publish the fused parts together (q, k and "
                     "v; gate and up; all experts)."
                 )
-                raise IncompatibleUpdate(msg)
-        made = [*buffers, *(_storage(self._targets[index].meta) for index in self._computed)]
+        made = [*buffers, *(storage_of(self._targets[index].meta) for index in self._computed)]
         taken = {name for storage in made for name in self._made_of.get(storage, ())}
         plan = LoadPlan(
             self._targets,
@@ -495,7 +487,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             mixed=frozenset(taken),
             dtypes={name: tensor.dtype for name, tensor in self._sources.items()},
         )
-        sources = {route.source for route in plan.routes()}
+        sources = {route.source for route in plan.routes}
         plan.taken = frozenset(taken | sources | self._padded)
         return plan
 
@@ -509,11 +501,10 @@ def _check_complete(plan: LoadPlan, is_optional: Callable[[Target], bool]) -> No
         and not is_optional(target)
     ]
     if missing:
-        msg = (
+        raise IncompatibleUpdate(
             f"the update leaves {len(missing)} parameters of the engine as they are: "
             f"{missing[:_SHOWN]}. Publish the whole model."
         )
-        raise IncompatibleUpdate(msg)
 
 
 def _written(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
@@ -528,7 +519,8 @@ def _written(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[to
             yield from (one for one in several if isinstance(one, torch.Tensor))
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of the memory that a tensor and its views look at."""
     identity: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - meta tensors have no address
     return identity
 
@@ -545,8 +537,7 @@ def _load(skeleton: Skeleton, sources: Iterable[tuple[str, torch.Tensor]]) -> No
     method: Any = getattr(skeleton.model, "load_weights", None)
     if method is None:
         kind = type(skeleton.model).__name__
-        msg = f"{kind} has no load_weights. Install it by {skeleton.elsewhere}."
-        raise IncompatibleUpdate(msg)
+        raise IncompatibleUpdate(f"{kind} has no load_weights. Install it by {skeleton.elsewhere}.")
     last: tuple[str, list[int]] = ("", [])
 
     def watched() -> Iterable[tuple[str, torch.Tensor]]:
@@ -621,21 +612,19 @@ def _compare(
         )
         if not _is_same(part, wanted):
             what = "padding" if isinstance(step, Fill) else f"tensor {step.source!r}"
-            msg = (
+            raise IncompatibleUpdate(
                 f"parameter {target.name!r}: the loader did not put {what} twice into the same "
                 f"place. Install it by {elsewhere}."
             )
-            raise IncompatibleUpdate(msg)
         part.fill_(_SEEN)
     unwritten = other_than(_SEEN, found)
     if unwritten:
         sent = sorted({step.source for step in plan.steps[index] if isinstance(step, Route)})
-        msg = (
+        raise IncompatibleUpdate(
             f"parameter {target.name!r}: {unwritten} of its {found.numel()} elements are in none "
             f"of the update's tensors; it gets {sent[:_SHOWN]}. Publish the fused parts together "
             "(q, k and v; gate and up; all experts)."
         )
-        raise IncompatibleUpdate(msg)
 
 
 def _held(plan: LoadPlan, chunk: Iterable[int], kinds: Kinds) -> tuple[dict[str, int], int]:

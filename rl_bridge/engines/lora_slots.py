@@ -122,12 +122,11 @@ class SlotPlan:
             torch._foreach_mul_(targets, scaling)
         if not are_finite(room.numbers, num_threads=None):
             check_finite(tensors, tensors)  # which names the tensor
-            msg = (
+            raise IncompatibleUpdate(
                 f"an adapter has numbers that are finite, and not once they are scaled and in "
                 f"{room.numbers[0].dtype}, as the engine has them. See which training step made "
                 "them."
             )
-            raise IncompatibleUpdate(msg)
         return room
 
     def write(self, room: "Room", slot: int) -> None:
@@ -307,17 +306,15 @@ class SlotInstaller(AdapterInstaller):
         unknown = [pair.module for pair in pairs if pair.module not in places]
         if unknown:
             known = sorted({name.rpartition(".")[2] for name in places})
-            msg = (
+            raise IncompatibleUpdate(
                 f"adapter {spec.name!r} adapts {len(unknown)} modules that this engine does not: "
                 f"{unknown[:_SHOWN]}; it adapts {known}. Leave them out of target_modules."
             )
-            raise IncompatibleUpdate(msg)
         if most > self.max_rank:
-            msg = (
+            raise IncompatibleUpdate(
                 f"adapter {spec.name!r} has rank {most}, the engine was started for at most "
                 f"{self.max_rank}. Start it with max_lora_rank={most}."
             )
-            raise IncompatibleUpdate(msg)
 
     def stage(
         self,
@@ -349,18 +346,16 @@ class SlotInstaller(AdapterInstaller):
         plan, room = self._held[version.number]
         slot = self.slot_of(version)
         if slot is None:
-            msg = (
+            raise ProofFailed(
                 f"adapter {version.label} is in no slot of the engine any more: something else "
                 "dropped it, such as a reload of the base weights. Publish it again."
             )
-            raise ProofFailed(msg)
         wrong = plan.differing(room, slot)
         if wrong is not None:
-            msg = (
+            raise ProofFailed(
                 f"adapter {version.label}: matrix {wrong} is not what was published. Publish it "
                 "again."
             )
-            raise ProofFailed(msg)
         return plan.held_nbytes
 
     def holds(self, version: Resident) -> bool:
@@ -386,9 +381,8 @@ def _check_shapes(places: Places, pairs: Sequence[LoRAPair], tensors: Tensors) -
     for pair in pairs:
         for name, place, dim in zip((pair.a, pair.b), places[pair.module], (1, 0), strict=True):
             if tensors[name].shape[dim] != place.size:
-                msg = (
+                raise IncompatibleUpdate(
                     f"tensor {name!r} has shape {list(tensors[name].shape)}, expected "
                     f"{place.size} in dimension {dim}: the engine's layer {place.layer!r} is "
                     "another one. Publish an adapter of the model that the engine serves."
                 )
-                raise IncompatibleUpdate(msg)

@@ -1,17 +1,22 @@
 """`ModelInstaller`: installs updates into the model of one rank of an engine, all or nothing.
 
 The next version is made beside the serving one (`rl_bridge.engines.staging`), and the install
-exchanges them. Where there is no memory for that, it is written through into the parameters that
-serve (`rl_bridge.engines.through`). Where the engine's own loader brings the bytes, the model is
-copied aside first, byte for byte, and after any failure the copy is put back and compared. An
-engine supplies what is its own: see `EngineCompat` and the overridable steps.
+exchanges them. Where there is no memory for that, it is written through: until the install an
+update is only read, in the host's memory, and then written layer by layer into the parameters that
+serve. The way back is to write the version before it once more, from its own imported tensors,
+which stay leased for that as long as they are what the engine holds. Where nobody has these (the
+weights that an engine was started with, or that somebody else loaded) the model is copied to the
+host first. Where the engine's own loader brings the bytes, the model is copied aside, too, byte for
+byte, and after any failure the copy is put back and compared. An engine supplies what is its own:
+see `EngineCompat` and the overridable steps.
 """
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -37,7 +42,7 @@ from rl_bridge.engines.shards import (
     shards_of,
     share_of,
 )
-from rl_bridge.engines.skeleton import EngineCompat
+from rl_bridge.engines.skeleton import EngineCompat, Target
 from rl_bridge.engines.staging import (
     BESIDE,
     COPYING,
@@ -55,13 +60,6 @@ from rl_bridge.engines.staging import (
     checked_staging,
     is_alone,
 )
-from rl_bridge.engines.through import (
-    Layer,
-    Written,
-    is_as_loaded,
-    layers_of,
-    write_parameters,
-)
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
@@ -70,12 +68,136 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.parts import PartNeeds, Scope
 from rl_bridge.memory.passes import checked_threads
 from rl_bridge.memory.tensors import tensor_key
-from rl_bridge.memory.views import Pin
+from rl_bridge.memory.views import ImportedTensors, Pin
 
 _LOG = logging.getLogger(__name__)
 _PLANS = 4
 
 Tensors = Mapping[str, torch.Tensor]
+
+Layer = Sequence[Sequence[int]]
+"""Positions of a layer's targets; those that an engine processes together are one group."""
+
+
+def groups_of(plan: LoadPlan) -> list[list[int]]:
+    """Positions of targets: all parameters of one module, and of those that share one with it."""
+    modules: dict[int, list[int]] = {}
+    for index in plan.steps:
+        for user in plan.targets[index].users:
+            modules.setdefault(id(user.module), []).append(index)
+    done: set[int] = set()
+    groups = []
+    for index in plan.steps:
+        if index in done:
+            continue
+        done.add(index)
+        group = [index]
+        for i in group:  # which grows meanwhile
+            for user in plan.targets[i].users:
+                near = [one for one in modules.pop(id(user.module), ()) if one not in done]
+                done.update(near)
+                group += near
+        groups.append(group)
+    return groups
+
+
+def layers_of(plan: LoadPlan) -> Mapping[str, Layer]:
+    """Name -> groups of a layer: what is below a number in the model's tree, or one module."""
+    layers: dict[str, list[Sequence[int]]] = {}
+    for group in groups_of(plan):
+        path = plan.targets[group[0]].users[0].path.split(".")
+        end = next((i for i, part in enumerate(path, 1) if part.isdigit()), len(path))
+        layers.setdefault(".".join(path[:end]), []).append(group)
+    return layers
+
+
+@dataclass(slots=True, eq=False)
+class Written:
+    """A version that is written into the memory that serves, and what writes it again."""
+
+    manifest: WeightUpdateManifest
+    plan: LoadPlan
+    tensors: Mapping[str, torch.Tensor]  # those that go anywhere here
+    evidence: Evidence
+    # The lease of their memory; None if the caller owns that, and so may write to it.
+    pin: Pin | None
+    # Name of a layer -> what was written there.
+    layers: dict[str, Staged] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        manifest: WeightUpdateManifest,
+        plan: LoadPlan,
+        tensors: Mapping[str, torch.Tensor],
+        evidence: Evidence,
+    ) -> "Written":
+        """A version that is about to be written; its tensors keep their lease for as long."""
+        sources = {route.source for route in plan.routes}
+        used = {name: tensors[name] for name in tensors if name in sources}
+        pin = tensors.pin if isinstance(tensors, ImportedTensors) else None
+        return cls(manifest, plan, used, evidence, pin)
+
+    def staged(self) -> Staged:
+        """All that was written."""
+        every = Staged()
+        for layer in self.layers.values():
+            every.extend(layer)
+        return every
+
+    def check(self) -> InstallProof:
+        """Read what the engine holds of it, and what was packed right out of its tensors.
+
+        Raises:
+            ProofFailed: either is not what was published.
+
+        """
+        proof = self.evidence.check(self.staged())
+        self.evidence.check_lent(self.tensors)
+        return proof
+
+    def refresh(self) -> None:
+        """Drop what somebody in this process wrote into his view of its tensors."""
+        if self.pin is not None and self.pin.view is not None:
+            self.pin.view.refresh(self.pin.address, self.pin.nbytes)
+
+
+def is_as_loaded(target: Target, live: torch.Tensor) -> bool:
+    """Whether a serving parameter lies in memory as the loader fills it."""
+    return (live.dtype, live.stride()) == (target.meta.dtype, target.meta.stride())
+
+
+def write_parameters(
+    plan: LoadPlan,
+    tensors: Mapping[str, torch.Tensor],
+    indexes: Iterable[int],
+    *,
+    num_threads: int | None,
+) -> list[TensorChange]:
+    """Write parameters that an engine keeps as they are loaded, or in another dtype."""
+    changes = []
+    memory: dict[int, torch.Tensor] = {}
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for index in indexes:
+        target = plan.targets[index]
+        parameter = target.serving()
+        memory[index] = live = parameter.data
+        # The parameter itself, and no view of it: torch would count that as one more user of the
+        # memory.
+        changes.append(TensorChange(target.name, parameter, parameter, index))
+        if not is_as_loaded(target, live):
+            memory[index] = target.empty()
+            others.append((live, memory[index]))
+    with writable(change.live for change in changes):
+        assemble(plan, tensors, memory, num_threads=num_threads)
+        for live, loaded in others:
+            live.copy_(loaded)
+    return changes
+
+
+def writable(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """A context in which torch lets us write to tensors, also to those of inference mode."""
+    return torch.inference_mode(mode=any(tensor.is_inference() for tensor in tensors))
 
 
 class ModelInstaller(RankInstaller):
@@ -145,8 +267,9 @@ class ModelInstaller(RankInstaller):
         for name, layer in self._model.named_modules():
             reason = self._compat.unsupported(layer)
             if reason is not None:
-                msg = f"layer {name!r}: {reason}. Install it by {self._compat.elsewhere}."
-                raise IncompatibleUpdate(msg)
+                raise IncompatibleUpdate(
+                    f"layer {name!r}: {reason}. Install it by {self._compat.elsewhere}."
+                )
         return learn(self._model, kinds, self._compat, admit=admit)
 
     def _why_not_exchange(self, plan: LoadPlan) -> str | None:
@@ -279,8 +402,9 @@ class ModelInstaller(RankInstaller):
     def expect(self, parts: Sequence[bytes]) -> None:
         """Note what `shards` must hold, where the update was not imported here."""
         if self._evidence is None:
-            msg = "nothing was prepared whose parts could be expected. Call prepare first."
-            raise ProofFailed(msg)
+            raise ProofFailed(
+                "nothing was prepared whose parts could be expected. Call prepare first."
+            )
         self._evidence.expect(parts)
 
     def begin(self) -> None:
@@ -312,8 +436,7 @@ class ModelInstaller(RankInstaller):
     def prove(self) -> InstallProof:
         """Read what the engine holds."""
         if self._evidence is None or self._untouched is None:
-            msg = "nothing was installed that could be proven. Call install first."
-            raise ProofFailed(msg)
+            raise ProofFailed("nothing was installed that could be proven. Call install first.")
         written = self._written
         proof = self._evidence.check(self._staged) if written is None else written.check()
         self._untouched.check()
@@ -452,12 +575,11 @@ class ModelInstaller(RankInstaller):
         if way != BESIDE and (
             self._exchange.is_begun or (self._begun and not is_here and not has_copy)
         ):
-            msg = (
+            raise IncompatibleUpdate(
                 f"version {manifest.weight_version} would be written into the memory that serves, "
                 "and an install is neither undone nor committed, whose undo has no copy of what "
                 "that writes to. Call undo first."
             )
-            raise IncompatibleUpdate(msg)
         if reason is not None:
             _LOG.debug("nothing is staged beside what serves: %s", reason)
         return way, nbytes
@@ -512,8 +634,7 @@ class ModelInstaller(RankInstaller):
             before.check()
         except ProofFailed as error:
             version = before.manifest.weight_version
-            msg = (
+            raise TornEngine(
                 f"undo failed, although version {version} was written once more: {error} Call "
                 "recover(), or start a fresh engine."
-            )
-            raise TornEngine(msg) from error
+            ) from error

@@ -355,11 +355,10 @@ class EngineRank:
         assert self._imported is not None
         if proof.method != "unproven":
             if proof.root != self._imported.root:
-                msg = (
+                raise WeightUpdateRejectedError(
                     f"the engine holds root {proof.root}, expected {self._imported.root}. Install "
                     "the update again."
                 )
-                raise WeightUpdateRejectedError(msg)
             # The installer proved what was assembled here, and that was verified against the group:
             # the proof therefore holds for the group's root, too.
             proof = replace(proof, root=manifest.root)
@@ -391,10 +390,12 @@ class EngineRank:
             finally:
                 error = None  # else it and this frame keep each other, and the update's memory
         if not all_back:
-            msg = f"{OTHER_RANK} failed to install it and is torn. Start a fresh engine."
-            raise TornEngine(msg)
-        msg = f"{OTHER_RANK} failed to install it; this one is back. See that rank's error."
-        raise WeightUpdateRejectedError(msg)
+            raise TornEngine(
+                f"{OTHER_RANK} failed to install it and is torn. Start a fresh engine."
+            )
+        raise WeightUpdateRejectedError(
+            f"{OTHER_RANK} failed to install it; this one is back. See that rank's error."
+        )
 
     def _proven(self) -> Reply:
         assert self._proof is not None
@@ -405,8 +406,7 @@ class EngineRank:
         """Requests are about to go on with the proven update."""
         self._meant(update_id)
         if self.stage is not Stage.PROVEN:
-            msg = f"update {update_id} is not proven. Install it first."
-            raise WeightUpdateRejectedError(msg)
+            raise WeightUpdateRejectedError(f"update {update_id} is not proven. Install it first.")
 
     def undo(self, reason: str | None) -> None:
         """Take back what is not committed; without anything pending, nothing happens.
@@ -424,8 +424,9 @@ class EngineRank:
         except Exception as error:
             self._torn = describe(error)
             version = self.pending.weight_version
-            msg = f"version {version}: the undo failed: {self._torn}. Call recover()."
-            raise TornEngine(msg) from error
+            raise TornEngine(
+                f"version {version}: the undo failed: {self._torn}. Call recover()."
+            ) from error
         self._torn = ""
         self._end(reason)
 
@@ -441,8 +442,7 @@ class EngineRank:
             return {}  # asked again, because an answer was lost
         self._meant(update_id)
         if self.stage not in {Stage.PROVEN, Stage.COMMITTING}:
-            msg = f"update {update_id} is not proven. Install it first."
-            raise WeightUpdateRejectedError(msg)
+            raise WeightUpdateRejectedError(f"update {update_id} is not proven. Install it first.")
         self.stage = Stage.COMMITTING
         return self._finish_commit()
 
@@ -520,24 +520,23 @@ class EngineRank:
 
     def _require_idle(self) -> None:
         if self._torn:
-            msg = f"the engine is torn: {self._torn}. Call recover(), or start a fresh engine."
-            raise TornEngine(msg)
+            raise TornEngine(
+                f"the engine is torn: {self._torn}. Call recover(), or start a fresh engine."
+            )
         if self.is_begun and self.pending is not None:
             # Requests may have been served by it: that is not this call's to take back.
-            msg = (
+            raise WeightUpdateRejectedError(
                 f"version {self.pending.weight_version} (update {self.pending.update_id}) is "
                 "installed on this rank, and neither committed nor undone. Call recover()."
             )
-            raise WeightUpdateRejectedError(msg)
 
     def _meant(self, update_id: str) -> WeightUpdateManifest:
         if self.pending is None or self.pending.update_id != update_id:
             held = "none" if self.pending is None else self.pending.update_id
-            msg = (
+            raise WeightUpdateRejectedError(
                 f"update {update_id} is not pending here, expected it, got {held}. Publish a later "
                 "version."
             )
-            raise WeightUpdateRejectedError(msg)
         return self.pending
 
     def _end(self, reason: str | None) -> None:
@@ -636,8 +635,9 @@ def _step_of(rank: EngineRank, verb: str, given: Payload) -> Callable[[Payload],
     if verb in own:
         return own[verb]
     if verb not in _VERBS:
-        msg = f"{verb!r} is no verb of a rank, expected one of {sorted((*_VERBS, *own))}."
-        raise WeightUpdateRejectedError(msg)
+        raise WeightUpdateRejectedError(
+            f"{verb!r} is no verb of a rank, expected one of {sorted((*_VERBS, *own))}."
+        )
     if verb not in _WITHOUT_SESSION:
         rank.session.require(given)
     return lambda given: _VERBS[verb](rank, given) or {}
@@ -654,8 +654,9 @@ def _open(rank: EngineRank, given: Payload) -> None:
 
 def _prepare(rank: EngineRank, given: Payload) -> Reply:
     if not isinstance(given.get("manifest"), str):
-        msg = "prepare came without a manifest. Pass its JSON text as 'manifest'."
-        raise WeightUpdateRejectedError(msg)
+        raise WeightUpdateRejectedError(
+            "prepare came without a manifest. Pass its JSON text as 'manifest'."
+        )
     rank.configure(given.get("options") or {})
     manifest = WeightUpdateManifest.from_json(given["manifest"])
     return rank.prepare(manifest, imports=bool(given.get("imports", True)), given=given)

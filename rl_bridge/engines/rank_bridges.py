@@ -31,28 +31,24 @@ def checked_transports(given: TransportOptions | None) -> dict[str, dict[str, An
     """Options of transports as they travel to an engine: plain JSON.
 
     Raises:
-        TypeError: no mapping; an option that the transport does not have, or one that is no JSON.
-        ValueError: a value that it cannot have; one transport by two of its names.
+        TypeError: an option that the transport does not have, or one that is no JSON.
+        ValueError: a value that it cannot have.
         WeightBridgeUnavailableError: no transport has that name.
 
     """
     plain: dict[str, dict[str, Any]] = {}
-    for given_name, options in _checked_mapping("transports", given or {}).items():
+    for given_name, options in (given or {}).items():
         name = canonical_name(given_name)
-        _checked_mapping(f"transports[{name!r}]", options)
         if taken := _WHO & options.keys():
             names = " and ".join(sorted(taken))
-            msg = (
+            raise TypeError(
                 f"transports[{name!r}]: each rank has its own {names}, expected none. Leave it out."
             )
-            raise TypeError(msg)
         # (Files for TLS are on the ranks' machine, and perhaps not on this one.)
         check_options(transport_class(name), options.keys() & {"tls"})
         files = files_of(options.get("tls"))
-        here = {key: value for key, value in options.items() if key != "tls"}
+        here: dict[str, Any] = {key: value for key, value in options.items() if key != "tls"}
         make_weight_bridge(name, **here).close()  # opens nothing
-        if name in plain:
-            raise ValueError(f"transports has {name!r} by two names. Give its options once.")
         # (Of another process's working directory, a relative path would name another folder.)
         plain[name] = {
             key: str(Path(value).absolute())
@@ -65,19 +61,11 @@ def checked_transports(given: TransportOptions | None) -> dict[str, dict[str, An
         try:
             canonical_json(plain[name])
         except (TypeError, MalformedManifest) as error:
-            msg = (
+            raise TypeError(
                 f"transports[{name!r}]: expected texts, numbers, booleans and mappings of them, "
                 "which travel to the engine as JSON. Leave out what its ranks cannot be told so."
-            )
-            raise TypeError(msg) from error
+            ) from error
     return plain
-
-
-def _checked_mapping(what: str, given: object) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        msg = f"{what}: expected a mapping of names, got {given!r}. Give name -> value, as a dict."
-        raise TypeError(msg)
-    return given
 
 
 class EngineBridges:

@@ -8,7 +8,6 @@ each of them says to the others, through a `RankGroup`.
 
 import asyncio
 import concurrent.futures
-import datetime as dt
 import errno
 import importlib
 import logging
@@ -20,8 +19,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from rl_bridge import errors
 from rl_bridge.errors import (
@@ -35,7 +32,9 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
     is_shortage,
+    require_sendable,
 )
+from rl_bridge.groups.exchange import gather_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,8 +51,6 @@ _LOOK_S = 0.1
 # How often a call under way asks a server whether it is there, and how long it waits for an answer.
 _HEALTH_EVERY_S = 1.0
 _HEALTH_S = 5.0
-# What this process may be short of when it opens a connection.
-_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 # Shortages whose type another process can make again from a text alone.
 _MADE_OF_TEXT = (WeightBridgeUnavailableError, DeadlineExceeded, SlotsExhausted, TransferTimeout)
@@ -155,12 +152,11 @@ class EngineClient(ABC):
         replies = self.call(verb, payload, timeout_s)
         for reply in replies:
             if reply.get("call") != number:
-                msg = (
+                raise EngineLost(
                     f"rank {reply.get('rank')} answers to call {reply.get('call')}, expected "
                     f"{number}: the engine's replies are out of step. Start a fresh engine, and "
                     "install the current version in it before it serves."
                 )
-                raise EngineLost(msg)
         causes = [_failure_in(reply, len(replies)) for reply in replies if not reply["ok"]]
         if causes:
             self.is_lost |= any(isinstance(cause, SessionRefused) for cause in causes)
@@ -220,11 +216,10 @@ def refuse_own_loop(loop: asyncio.AbstractEventLoop) -> None:
     except RuntimeError:
         return  # no loop runs in this thread, as it should be
     if is_here:
-        msg = (
+        raise WeightBridgeUnavailableError(
             "update_weights was called in the engine's own event loop, which it would block. "
             "Call `await asyncio.to_thread(executor.update_weights, manifest)`."
         )
-        raise WeightBridgeUnavailableError(msg)
 
 
 def in_thread(action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
@@ -238,14 +233,7 @@ def in_thread(action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
             except BaseException as error:  # noqa: BLE001 - raised where the future is read
                 future.set_exception(error)
 
-    try:
-        threading.Thread(target=run, name="rl_bridge-engine-call", daemon=True).start()
-    except RuntimeError as error:
-        msg = (
-            f"this process can start no thread to call the engine from ({error}). Nothing was "
-            "asked of it: end other threads, or raise the limit, and try again."
-        )
-        raise WeightBridgeUnavailableError(msg) from error
+    threading.Thread(target=run, name="rl_bridge-engine-call", daemon=True).start()
     return future
 
 
@@ -292,13 +280,15 @@ class Server:
         By the route `health` it tells whether its engine lives; empty: it ends with its engine.
         """
         if not url.startswith(("http://", "https://")):
-            msg = f"engine={url!r}: expected a server's URL, such as 'http://127.0.0.1:8000'."
-            raise ValueError(msg)
+            raise ValueError(
+                f"engine={url!r}: expected a server's URL, such as 'http://127.0.0.1:8000'."
+            )
         try:
             self._httpx = importlib.import_module("httpx")
         except ImportError as error:
-            msg = f"a server's URL needs httpx. Install it: {install}."
-            raise WeightBridgeUnavailableError(msg) from error
+            raise WeightBridgeUnavailableError(
+                f"a server's URL needs httpx. Install it: {install}."
+            ) from error
         self.codes = self._httpx.codes
         self._url = url.rstrip("/")
         self._health = health
@@ -338,12 +328,8 @@ class Server:
         except (self._httpx.TimeoutException, TimeoutError) as error:
             raise too_late(f"the server at {self}", doing, within_s) from error
         except (self._httpx.TransportError, ConnectionError) as error:
-            if isinstance(error, self._httpx.ConnectError) and _errno(error) in _SHORTAGES:
-                msg = (
-                    f"the server at {self} could not be asked to {doing}: {error}. Nothing was "
-                    "sent: close files, or raise this process's limits, and try again."
-                )
-                raise WeightBridgeUnavailableError(msg) from error
+            if isinstance(error, self._httpx.ConnectError):
+                require_sendable(error, f"a request to the server at {self}")
             raise lost(error, doing, f"the server at {self}") from error
 
     def content(self, reply: Any) -> Any:
@@ -428,21 +414,16 @@ class RankGroup:
         """
         if self.size == 1:
             return [text]
-        own = text.encode()
         try:
-            sizes = self._gathered(torch.tensor([len(own)], device="cpu"))
-            longest = max(1, *(int(size) for size in sizes))
-            row = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
-            rows = self._gathered(row)
+            said = gather_bytes(
+                text.encode(), group=self._group, world_size=self.size, timeout_s=self.timeout_s
+            )
         except RuntimeError as error:
-            msg = (
+            raise EngineLost(
                 f"rank {self.rank} cannot ask the others: {error}. Start a fresh engine, and "
                 "install the current version in it before it serves."
-            )
-            raise EngineLost(msg) from error
-        return [
-            bytes(row[: int(size)].tolist()).decode() for row, size in zip(rows, sizes, strict=True)
-        ]
+            ) from error
+        return [one.decode() for one in said]
 
     def vote(self, word: str) -> list[str]:
         """What every rank says; one that cannot ask the others takes that for a no."""
@@ -451,10 +432,3 @@ class RankGroup:
         except EngineLost:
             _LOG.exception("rank %d cannot ask the others", self.rank)
             return ["no"]
-
-    def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.zeros_like(own) for _ in range(self.size)]
-        work = torch.distributed.all_gather(found, own, group=self._group, async_op=True)
-        assert work is not None  # this rank is in the group
-        work.wait(dt.timedelta(seconds=self.timeout_s))
-        return found

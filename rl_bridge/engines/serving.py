@@ -116,21 +116,19 @@ class Serving:
         """Drop what the old weights cached, as the policy says, or `everything`."""
         kept = self._client.drop_caches(None if everything else self._options.cache)
         if kept:
-            msg = (
+            raise WeightUpdateRejectedError(
                 f"what the old weights cached could not be dropped: {kept}. Use a pause that ends "
                 "or recomputes requests, or cache='keep' if they may go on from it."
             )
-            raise WeightUpdateRejectedError(msg)
 
     def drop_undone(self) -> None:
         """Drop everything: requests may have cached keys and values of what is undone."""
         kept = self._client.drop_caches(None)
         if kept:
-            msg = (
+            raise TornEngine(
                 f"the engine keeps what the version that is undone cached: {kept}. Call recover() "
                 "when its requests are done."
             )
-            raise TornEngine(msg)
 
     # ---- the label ------------------------------------------------------------------------------
 
@@ -141,11 +139,10 @@ class Serving:
         label: object = self._options.label(manifest)
         # An engine takes whatever it is given, and then answers no request any more.
         if not isinstance(label, str):
-            msg = (
+            raise TypeError(
                 f"label of version {manifest.weight_version} is {label!r}, a "
                 f"{type(label).__name__}: expected a str. Let label= return one."
             )
-            raise TypeError(msg)
         return label
 
     def set_label(self, label: str | None) -> None:

@@ -1,8 +1,8 @@
-"""The parts of an update's tensors that one rank takes, and the digests that they must have.
+"""The slices of an update's tensors that one rank takes, and the digests that they must have.
 
 An engine's loader cuts tensors up: a rank of several takes a slice of most of them. A manifest has
 no digest of a slice. It is made of the tensor's verified bytes by whoever has them: the rank itself
-where it imports the update, else its driver. And whoever knows the parts of all ranks checks that
+where it imports the update, else its driver. And whoever knows the slices of all ranks checks that
 together they take every element.
 """
 
@@ -36,11 +36,11 @@ _PASS_NBYTES = 64 << 20
 
 
 class Shard(NamedTuple):
-    """A part of a tensor that goes into one parameter."""
+    """A slice of a tensor that goes into one parameter."""
 
     row: int  # the tensor's in the manifest's table
-    view: View  # which part
-    is_all: bool  # another parameter takes the tensor, so the parts need not cover it
+    view: View  # which slice
+    is_all: bool  # another parameter takes the tensor, so the slices need not cover it
 
     def to_json(self) -> list[Any]:
         """As a reply carries it."""
@@ -49,13 +49,13 @@ class Shard(NamedTuple):
 
 
 def shard_routes(plan: LoadPlan) -> list[Route]:
-    """The copies of parts, in the order of the plan."""
-    return [route for route in plan.routes() if not route.is_whole]
+    """The copies of slices, in the order of the plan."""
+    return [route for route in plan.routes if not route.is_whole]
 
 
 def shards_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[Shard]:
-    """The parts of `shard_routes`."""
-    whole = {route.source for route in plan.routes() if route.is_whole} | plan.mixed
+    """The slices of `shard_routes`."""
+    whole = {route.source for route in plan.routes if route.is_whole} | plan.mixed
     rows = manifest.table.rows
     return [
         Shard(rows[route.source], route.source_view, route.source in whole)
@@ -64,13 +64,13 @@ def shards_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[Shard]:
 
 
 def needs_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> Scope | PartNeeds:
-    """The ranges of an update that a rank reads, unless it reads all, or has to verify all."""
+    """The ranges of an update that a rank reads; `Scope.ALL` where it has to verify all of it."""
     table = manifest.table
     if not (table.leaves and plan.is_followed):
         return Scope.ALL
     whole = [table.rows[name] for name in plan.mixed]
     leaves = [(row, 0, int(table.leaf_counts[row]), 0, _last_dim(table, row)) for row in whole]
-    for route in plan.routes():
+    for route in plan.routes:
         row, view = table.rows[route.source], route.source_view
         if not view.numel:
             continue
@@ -111,7 +111,7 @@ def share_of(plan: LoadPlan, group: GroupManifest) -> GroupShare:
     shapes = {name: whole.shape for name, whole in wholes.items()}
     everything = shapes if not plan.is_followed else plan.mixed
     boxes = {name: box_of((0,) * len(shapes[name]), shapes[name]) for name in everything}
-    for route in plan.routes():
+    for route in plan.routes:
         box = route.source_view.box(shapes[route.source])
         boxes[route.source] = hull(box, boxes.get(route.source, box))
     sizes = {name: tuple(b - a for a, b in zip(*box, strict=True)) for name, box in boxes.items()}
@@ -151,19 +151,17 @@ def parse_shards(given: object, manifest: WeightUpdateManifest) -> list[Shard]:
     else:
         said = "a part lies outside of its tensor"
     if not fits:
-        msg = (
+        raise WeightUpdateRejectedError(
             f"the engine's account of the parts that it takes cannot be read ({said}). Install the "
             "same version of rl_bridge in the engine's environment and here."
         )
-        raise WeightUpdateRejectedError(msg)
     return shards
 
 
 def _reach(view: View) -> int:
     """How many elements from the tensor's first the part's last one is; nothing may be negative."""
     if min((*view.shape, *view.stride, view.offset), default=0) < 0:
-        msg = "a negative number"
-        raise ValueError(msg)
+        raise ValueError("a negative number")
     steps = ((dim - 1) * step for dim, step in zip(view.shape, view.stride, strict=True) if dim)
     return view.offset + sum(steps) + 1
 
@@ -182,12 +180,11 @@ def check_covered(manifest: WeightUpdateManifest, ranks: Sequence[Sequence[Shard
         for view in views[row]:
             view.once().of(seen).fill_(True)  # noqa: FBT003 - torch's own
         if not seen.all():
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {table.names[row]!r} has shape {list(shape)}: the engine takes "
                 f"{other_than(0, seen)} of its {seen.numel()} elements, and the rest goes nowhere; "
                 "expected all of it. Publish the model that the engine serves."
             )
-            raise IncompatibleUpdate(msg)
 
 
 # ---- digests ------------------------------------------------------------------------------------
@@ -260,11 +257,10 @@ def check_sources(
     for name, digest in zip(names, found, strict=True):
         expected = digest_of(manifest, name)
         if digest != expected:
-            msg = (
+            raise ProofFailed(
                 f"tensor {name!r} went bad after it was imported: digest {digest.hex()}, expected "
                 f"{expected.hex()}. It is not installed; publish again."
             )
-            raise ProofFailed(msg)
 
 
 def told_digest(share: ImportedShare, route: Route) -> bytes | None:

@@ -119,18 +119,16 @@ class Target:
         if live is None or (
             len(self.users) > 1 and any(user.live is not live for user in self.users)
         ):
-            msg = (
+            raise ProofFailed(
                 f"parameter {self.name!r}: {[user.name for user in self.users]} no longer share "
                 "one tensor. Start a fresh engine."
             )
-            raise ProofFailed(msg)
         dtype = self.kept_dtype or self.meta.dtype
         if live.shape != self.meta.shape or live.dtype != dtype:
-            msg = (
+            raise ProofFailed(
                 f"parameter {self.name!r} is {list(live.shape)} {live.dtype} now, expected "
                 f"{list(self.meta.shape)} {dtype}. Start a fresh engine."
             )
-            raise ProofFailed(msg)
         return live
 
     @property

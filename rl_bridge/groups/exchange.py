@@ -80,7 +80,6 @@ class Rounds:
     """
 
     def __init__(self, options: StoreOptions, rank: int) -> None:
-        """Use a store, as this rank."""
         self.store = options.store
         self._rank = rank
         self._name = options.name
@@ -120,10 +119,11 @@ class Rounds:
         # Looked up first: a verdict is forgotten only after the rounds that follow it.
         is_over = self._current(this) > this
         if is_over and not self.store.check([key]):
-            msg = not_together(
-                "verdict", self._rank, "the others went on without it, and forgot the end"
+            raise GroupAborted(
+                not_together(
+                    "verdict", self._rank, "the others went on without it, and forgot the end"
+                )
             )
-            raise GroupAborted(msg)
         found: str = self.store.compare_set(key, "", verdict).decode()
         self._given.append((this, key))
         self.store.compare_set(f"{self._name}/round", str(this), str(this + 1))
@@ -152,10 +152,6 @@ class Rounds:
 
         A question that missed its deadline goes on in the thread: until it has ended, further ones
         are refused at once.
-
-        Raises:
-            GroupAborted: the store is gone, or does not answer in time.
-
         """
         before, future = self._last, Future[T]()
         if before is not None and not before.done():
@@ -175,8 +171,7 @@ class Rounds:
         except GroupAborted:
             raise
         except (RuntimeError, ValueError) as error:
-            msg = not_together(step, self._rank, f"the store: {error}")
-            raise GroupAborted(msg) from error
+            raise GroupAborted(not_together(step, self._rank, f"the store: {error}")) from error
 
     def _wait(self, step: str, future: "Future[T]", timeout_s: float) -> None:
         answered = threading.Event()
@@ -227,8 +222,9 @@ class GroupExchange(ABC):
 
         """
         if not 0 <= rank < world_size:
-            msg = f"rank {rank} of world_size {world_size}: expected 0 <= rank < world_size."
-            raise ValueError(msg)
+            raise ValueError(
+                f"rank {rank} of world_size {world_size}: expected 0 <= rank < world_size."
+            )
         self.rank = rank
         self.world_size = world_size
         if store is not None and not isinstance(store, StoreOptions):
@@ -284,8 +280,7 @@ class FunctionExchange(GroupExchange):
                 rank, or raises when the time is up.
             rank: of this process.
             world_size: how many ranks.
-            store: decides how publications end, for all ranks; the same one on each. None: each
-                rank decides for itself.
+            store: as for `GroupExchange`.
 
         Raises:
             ValueError: `rank` is none of them.
@@ -326,8 +321,7 @@ class ProcessGroupExchange(GroupExchange):
 
         Args:
             group: of all ranks; None: the default one.
-            store: decides how publications end, for all ranks; the same one on each. None: each
-                rank decides for itself.
+            store: as for `GroupExchange`.
 
         Raises:
             WeightBridgeUnavailableError: the backend moves no CPU tensors.
@@ -337,12 +331,11 @@ class ProcessGroupExchange(GroupExchange):
         # One backend, or one for each kind of device: "cpu:gloo,cuda:nccl".
         if backend == "nccl" or (":" in backend and "cpu:" not in backend):
             # It would fail in the first publication, and lose the process group.
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the process group's backend is {backend!r}, which moves no CPU tensors, and what "
                 "the ranks tell each other is text. Pass "
                 'group=dist.new_group(backend="gloo").'
             )
-            raise WeightBridgeUnavailableError(msg)
         super().__init__(dist.get_rank(group), dist.get_world_size(group), store)
         self._group = group
         self._is_lost = False
@@ -351,15 +344,15 @@ class ProcessGroupExchange(GroupExchange):
         """Gather the sizes, then the bytes."""
         if self._is_lost:
             # A late message would be taken for an answer in this step.
-            msg = (
+            raise GroupAborted(
                 f"rank {self.rank}: the process group of this exchange broke off before, in a step "
                 "to which not all ranks came in time. Make a new process group and a new exchange "
                 "over it on every rank, then publish a later version."
             )
-            raise GroupAborted(msg)
-        limit = timedelta(seconds=timeout_s)
         try:
-            return self._gathered(payload, limit)
+            return gather_bytes(
+                payload, group=self._group, world_size=self.world_size, timeout_s=timeout_s
+            )
         except RuntimeError as error:
             self._is_lost = True
             # (torch's text has a dump of its frames behind the first line, and names no rank.)
@@ -373,25 +366,30 @@ class ProcessGroupExchange(GroupExchange):
             self._is_lost = True
             raise
 
-    def _gathered(self, payload: bytes, limit: timedelta) -> list[bytes]:
-        size = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
-        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
-        _wait(dist.all_gather(sizes, size, group=self._group, async_op=True), limit)
-        room = max(1, *(int(one.item()) for one in sizes))
-        mine = torch.zeros(room, dtype=torch.uint8, device="cpu")
-        if payload:
-            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        found = [torch.zeros_like(mine) for _ in range(self.world_size)]
-        _wait(dist.all_gather(found, mine, group=self._group, async_op=True), limit)
-        return [
-            one[: int(num.item())].numpy().tobytes() for one, num in zip(found, sizes, strict=True)
-        ]
+
+def gather_bytes(payload: bytes, *, group: Any, world_size: int, timeout_s: float) -> list[bytes]:
+    """What each rank of a process group of the CPU gives, by rank; all ranks must call it.
+
+    Raises:
+        RuntimeError: a rank died, or did not come in time; the group is lost then.
+
+    """
+    limit = timedelta(seconds=timeout_s)
+    size = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
+    sizes = [torch.zeros_like(size) for _ in range(world_size)]
+    _wait(dist.all_gather(sizes, size, group=group, async_op=True), limit)
+    room = max(1, *(int(one.item()) for one in sizes))
+    mine = torch.zeros(room, dtype=torch.uint8, device="cpu")
+    if payload:
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    found = [torch.zeros_like(mine) for _ in range(world_size)]
+    _wait(dist.all_gather(found, mine, group=group, async_op=True), limit)
+    return [one[: int(num.item())].numpy().tobytes() for one, num in zip(found, sizes, strict=True)]
 
 
 def _wait(work: "dist.Work | None", limit: timedelta) -> None:
     if work is not None and not work.wait(limit):
-        msg = "the collective did not end in time"
-        raise RuntimeError(msg)
+        raise RuntimeError("the collective did not end in time")
 
 
 class StoreExchange(GroupExchange):

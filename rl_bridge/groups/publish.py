@@ -15,9 +15,9 @@ The messages are JSON, read strictly, and all ranks judge them alike.
 import base64
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -37,17 +37,13 @@ from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     ChecksumMismatch,
     GroupAborted,
-    IncompleteCoverage,
     MalformedManifest,
     RanksDisagree,
-    ShapeMismatch,
-    UnknownUpdate,
     VersionNotMonotonic,
     WeightManifestValidationError,
     describe,
 )
 from rl_bridge.groups.exchange import GroupExchange
-from rl_bridge.installers.base import require_plain
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, thaw
@@ -55,7 +51,7 @@ from rl_bridge.manifest.compare import Watch
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.group import GroupManifest
-from rl_bridge.manifest.group_layout import GroupLayout
+from rl_bridge.manifest.group_layout import GroupLayout, require_placed
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import Piece, Placement, WeightLayout
 from rl_bridge.manifest.table import collector_paused
@@ -67,7 +63,6 @@ from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
 from rl_bridge.transports.base import checked_seconds
 
 _LOG = logging.getLogger(__name__)
-_REMEMBERED = 32
 _COMMIT = "commit"
 _REMEDY = "Use the same rl_bridge release on every rank."
 _Numbers = tuple[StrictInt, ...]
@@ -80,20 +75,15 @@ class _Message(BaseModel):
 
     @classmethod
     def read(cls, body: Mapping[str, Any], rank: int) -> Self:
-        """Read the message of `rank`.
-
-        Raises:
-            GroupAborted: it is no such message.
-
-        """
+        """Read the message of `rank`."""
         try:
             return cls(**body)
         except (ValidationError, TypeError) as error:
-            msg = (
+            raise GroupAborted(
                 f"rank {rank} sent something that is no {cls.__name__.lower()}: "
-                f"{str(error)[:400]}. {_REMEDY}"
-            )
-            raise GroupAborted(msg, (rank,)) from error
+                f"{str(error)[:400]}. {_REMEDY}",
+                (rank,),
+            ) from error
 
 
 class Hello(_Message):
@@ -132,23 +122,18 @@ class Part(_Message):
     leaves: StrictStr | None
 
     def opened(self, rank: int) -> tuple[WeightUpdateManifest, bytes | None]:
-        """The manifest, and the leaf list that makes its digests.
-
-        Raises:
-            GroupAborted: one of them cannot be read.
-
-        """
+        """The manifest, and the leaf list that makes its digests."""
         try:
             part = WeightUpdateManifest.from_json(self.part)
             if self.leaves is None:
                 return part, None
             return part, checked_block(part, base64.b64decode(self.leaves, validate=True))
         except (WeightManifestValidationError, ValueError) as error:
-            msg = (
+            raise GroupAborted(
                 f"the part of rank {rank} cannot be read: {describe(error)}. See to that rank, "
-                "then publish a later version."
-            )
-            raise GroupAborted(msg, (rank,)) from error
+                "then publish a later version.",
+                (rank,),
+            ) from error
 
 
 def check_hellos(hellos: Sequence[Hello]) -> int:
@@ -157,102 +142,55 @@ def check_hellos(hellos: Sequence[Hello]) -> int:
     Returns:
         That version. Where no rank was told one, it is the first that none of them has used.
 
-    Raises:
-        RanksDisagree: on the world size, their places in it, or the version.
-        VersionNotMonotonic: some rank used the version already, or a later one.
-
     """
     world = len(hellos)
     for place, hello in enumerate(hellos):
         if (hello.rank, hello.world_size) != (place, world):
-            msg = (
+            raise RanksDisagree(
                 f"the group has {world} ranks, and rank {place} says that it is rank {hello.rank} "
                 f"of {hello.world_size}. Give every rank the same world_size and its own rank."
             )
-            raise RanksDisagree(msg)
     versions = {hello.weight_version for hello in hellos}
     if len(versions) > 1:
         said = {f"rank {hello.rank}": hello.weight_version for hello in hellos}
-        msg = (
+        raise RanksDisagree(
             f"the ranks publish different versions: {said}. Publish the same weight_version from "
             "every rank, or none from all of them: then they count on together."
         )
-        raise RanksDisagree(msg)
     version = hellos[0].weight_version
     if version is None:
         return max(hello.next_version or 0 for hello in hellos)
     last = max(hellos, key=lambda hello: -1 if hello.last_version is None else hello.last_version)
     if last.last_version is not None and version <= last.last_version:
-        msg = (
+        raise VersionNotMonotonic(
             f"weight_version must increase monotonically on every rank: got {version}, rank "
             f"{last.rank} used {last.last_version} already. Publish {last.last_version + 1} or "
             "later, from every rank."
         )
-        raise VersionNotMonotonic(msg)
     return version
-
-
-def check_placements(
-    rank: int, tensors: Mapping[str, torch.Tensor], placements: Mapping[str, Placement]
-) -> None:
-    """Compare a rank's placements with the tensors that it has.
-
-    Raises:
-        IncompleteCoverage: a tensor without a placement, or the other way round.
-        ShapeMismatch: a placement of another dtype or shape.
-
-    """
-    strangers = sorted(tensors.keys() ^ placements.keys())
-    if strangers:
-        lacks = "no placement" if strangers[0] in tensors else "a placement and no content"
-        msg = (
-            f"rank {rank}: tensor {strangers[0]!r} has {lacks} ({len(strangers)} such tensors). "
-            "Give one placement for each tensor that the rank publishes."
-        )
-        raise IncompleteCoverage(msg)
-    for name, tensor in tensors.items():
-        placement, dtype, shape = placements[name], dtype_name(tensor), tuple(tensor.shape)
-        if (placement.dtype, tuple(placement.shape)) != (dtype, shape):
-            msg = (
-                f"rank {rank}: tensor {name!r} is {dtype}{list(shape)}, its placement says "
-                f"{placement.dtype}{list(placement.shape)}. Take both from the same tensor."
-            )
-            raise ShapeMismatch(msg)
 
 
 # ---- placements as text -------------------------------------------------------------------------
 
 
+_PIECE_FIELDS = tuple(one.name for one in fields(Piece))
+_piece_row = attrgetter(*_PIECE_FIELDS)
+
+
 def placements_text(placements: Mapping[str, Placement]) -> str:
-    """Canonical JSON of a rank's placements.
-
-    Raises:
-        MalformedManifest: numbers that are none.
-
-    """
+    """Canonical JSON of a rank's placements."""
     try:
         return canonical_json(
             {
-                name: [
-                    one.dtype,
-                    tuple(one.shape),
-                    [
-                        [
-                            *(p.name, tuple(p.global_shape), tuple(p.offset), tuple(p.shape)),
-                            *(tuple(p.local_offset), p.is_flat, p.replica),
-                        ]
-                        for p in one.pieces
-                    ],
-                ]
+                name: [one.dtype, one.shape, list(map(_piece_row, one.pieces))]
                 for name, one in placements.items()
             }
         )
     except (TypeError, ValueError, AttributeError) as error:
-        msg = (
+        raise MalformedManifest(
             f"the placements cannot travel: {error}. Give a mapping of names to Placement, with "
             "plain ints."
-        )
-        raise MalformedManifest(msg) from error
+        ) from error
 
 
 _PieceRow = tuple[StrictStr, _Numbers, _Numbers, _Numbers, _Numbers, StrictBool, StrictInt]
@@ -260,15 +198,9 @@ _DOCUMENT = TypeAdapter(dict[str, tuple[StrictStr, _Numbers, list[_PieceRow]]])
 
 
 def placements_from(text: str, rank: int, digest: str) -> dict[str, Placement]:
-    """Read what `placements_text` wrote on `rank`, whose hello had this `digest`.
-
-    Raises:
-        GroupAborted: it cannot be read, or has another digest.
-
-    """
+    """Read what `placements_text` wrote on `rank`, whose hello had this `digest`."""
     if not text.isascii() or text_digest(text) != digest:
-        msg = f"rank {rank} named other placements than it sent. {_REMEDY}"
-        raise GroupAborted(msg, (rank,))
+        raise GroupAborted(f"rank {rank} named other placements than it sent. {_REMEDY}", (rank,))
     try:
         with collector_paused():
             document = _DOCUMENT.validate_python(decode_json(text)[0])
@@ -277,33 +209,20 @@ def placements_from(text: str, rank: int, digest: str) -> dict[str, Placement]:
                 for name, (dtype, shape, rows) in document.items()
             }
     except (ValidationError, MalformedManifest) as error:
-        msg = f"the placements of rank {rank} cannot be read: {str(error)[:400]}. {_REMEDY}"
-        raise GroupAborted(msg, (rank,)) from error
+        raise GroupAborted(
+            f"the placements of rank {rank} cannot be read: {str(error)[:400]}. {_REMEDY}", (rank,)
+        ) from error
 
 
-def _piece(row: Any) -> Piece:
-    name, global_shape, offset, shape, local_offset, is_flat, replica = row
-    return Piece(
-        name=name,
-        global_shape=global_shape,
-        offset=offset,
-        shape=shape,
-        local_offset=local_offset,
-        is_flat=is_flat,
-        replica=replica,
-    )
+def _piece(row: tuple[Any, ...]) -> Piece:
+    return Piece(**dict(zip(_PIECE_FIELDS, row, strict=True)))
 
 
 # ---- one step -----------------------------------------------------------------------------------
 
 
 def read_messages(step: str, payloads: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Read the messages of all ranks in a step.
-
-    Raises:
-        GroupAborted: a rank reports a failure, or its message is no JSON object.
-
-    """
+    """Read the messages of all ranks in a step."""
     found: list[dict[str, Any]] = []
     failed: dict[int, str] = {}
     for rank, payload in enumerate(payloads):
@@ -318,11 +237,11 @@ def read_messages(step: str, payloads: Sequence[bytes]) -> list[dict[str, Any]]:
         found.append(body)
     if failed:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
-        msg = (
+        raise GroupAborted(
             f"in step {step!r} some ranks failed: {reasons}. Mend the cause, then publish a later "
-            "version."
+            "version.",
+            tuple(failed),
         )
-        raise GroupAborted(msg, tuple(failed))
     return found
 
 
@@ -336,10 +255,10 @@ class _Run:
     give: Callable[[], tuple[Source, Mapping[str, Placement]]]
     version: int | None  # None until the ranks have agreed, if they were not told one
     metadata: Mapping[str, JSONValue]
-    trainable: Iterable[str] | None
-    adapter: AdapterSpec | None
-    dtype: torch.dtype | None
-    keep: int | None
+    trainable: Iterable[str] | None = None
+    adapter: AdapterSpec | None = None
+    dtype: torch.dtype | None = None
+    keep: int | None = None
     placements: Mapping[str, Placement] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     flags: frozenset[str] | None = None
@@ -396,8 +315,7 @@ class GroupPublisher:
         self._known: str | None = None
         self._placements: list[dict[str, Placement]] = []
         self._layout: GroupLayout | None = None
-        self._parts: OrderedDict[str, str] = OrderedDict()
-        self._watch = Watch()
+        self._watch = Watch(bridge.suspicious)
 
     @deferred_interrupts()
     def publish(
@@ -446,14 +364,16 @@ class GroupPublisher:
                 f"placements={given!r}: expected a mapping of names to Placement, or None for an "
                 "extractor. A version is given by its name: weight_version=..."
             )
-        return self.publish_from(
-            lambda: (source, placements or {}),
-            weight_version=weight_version,
-            metadata=metadata,
-            trainable=trainable,
-            adapter=adapter,
-            dtype=dtype,
-            keep=keep,
+        return self._publish(
+            _Run(
+                lambda: (source, placements or {}),
+                weight_version,
+                metadata or {},
+                trainable,
+                adapter,
+                dtype,
+                keep,
+            )
         )
 
     @deferred_interrupts()
@@ -463,31 +383,23 @@ class GroupPublisher:
         *,
         weight_version: int | None = None,
         metadata: Mapping[str, JSONValue] | None = None,
-        trainable: Iterable[str] | None = None,
-        adapter: AdapterSpec | None = None,
-        dtype: torch.dtype | None = None,
-        keep: int | None = None,
     ) -> GroupManifest:
         """Publish what a function gives: if it raises, the other ranks are told at once.
 
         Args:
-            give: gives source and placements of `publish`, which has the other arguments, too.
+            give: gives source and placements of `publish`.
             weight_version: see `publish`.
             metadata: see `publish`.
-            trainable: see `publish`.
-            adapter: see `publish`.
-            dtype: see `publish`.
-            keep: see `publish`.
 
         Raises:
             WeightBridgeError: what `publish` raises.
-            TypeError: `give` is a coroutine function, or a generator.
             Exception: what `give` raises, unchanged; the others get `GroupAborted`.
 
         """
-        require_plain(give, "give")
+        return self._publish(_Run(give, weight_version, metadata or {}))
+
+    def _publish(self, run: _Run) -> GroupManifest:
         self._exchange.begin()
-        run = _Run(give, weight_version, metadata or {}, trainable, adapter, dtype, keep)
         try:
             self._agree(run)
             self._commit(run)
@@ -515,9 +427,7 @@ class GroupPublisher:
             MalformedManifest: what is given names no update.
 
         """
-        part = self._part_of(update_id, caller="release")
-        if part is not None:
-            self.bridge.release(part)
+        self.bridge.release(update_id)
 
     def consumers(self, update_id: str | GroupManifest) -> list[ConsumerReport]:
         """Reports of consumers about an update; each consumer reports to every rank.
@@ -526,15 +436,10 @@ class GroupPublisher:
             UnknownUpdate: it was not published here.
 
         """
-        part = self._part_of(update_id, caller="consumers")
-        if part is None:
-            asked = update_id.update_id if isinstance(update_id, GroupManifest) else update_id
-            msg = (
-                f"unknown update {asked}: this rank took no part in it, or forgot it. Ask with "
-                "a manifest that publish returned."
-            )
-            raise UnknownUpdate(msg)
-        return self.bridge.holders(part)
+        asked = update_id_of(update_id, caller="consumers")
+        publisher = self.bridge.publisher
+        publisher.manifest(publisher.own_id(asked))  # raises if it is unknown
+        return self.bridge.holders(asked)
 
     def assembled_roots(self, update_id: str | GroupManifest) -> dict[str, str]:
         """Wanted layout -> root of what its consumers assembled and acknowledged.
@@ -555,24 +460,16 @@ class GroupPublisher:
                 continue
             known, first = roots.setdefault(wanted, (root, report))
             if known != root:
-                msg = (
+                raise ChecksumMismatch(
                     f"version {report.weight_version}: {first.worker!r} rank {first.rank} and "
                     f"{report.worker!r} rank {report.rank} wanted the same and assembled different "
                     f"bytes, root {known} and {root}. Stop the engines, and publish again."
                 )
-                raise ChecksumMismatch(msg)
         return {wanted: root for wanted, (root, _) in roots.items()}
-
-    def _part_of(self, update: str | GroupManifest, *, caller: str) -> str | None:
-        """This rank's part; also of what an earlier publisher published through the same bridge."""
-        if isinstance(update, GroupManifest):
-            own = [one for one in update.parts if one.publisher_id == self.bridge.publisher_id]
-            return own[0].update_id if own else None
-        return self._parts.get(update_id_of(update, caller=caller))
 
     # ---- the steps ------------------------------------------------------------------------------
 
-    def _agree(self, run: "_Run") -> None:
+    def _agree(self, run: _Run) -> None:
         bodies = self._share("hello", lambda: self._hello(run))
         hellos = [Hello.read(body, rank) for rank, body in enumerate(bodies)]
         run.version = check_hellos(hellos)
@@ -588,22 +485,20 @@ class GroupPublisher:
         parts = self._share("parts", lambda: self._publish_part(run))
         votes = self._share("votes", lambda: self._vote(run, parts))
         if any(one != votes[0] for one in votes):
-            msg = (
+            raise RanksDisagree(
                 f"version {run.version}: the ranks made different groups of the same parts: "
                 f"{votes}. Use the same rl_bridge release on every rank."
             )
-            raise RanksDisagree(msg)
         assert run.voted is not None
         self._known, self._layout = known, run.voted.layout
 
-    def _commit(self, run: "_Run") -> None:
+    def _commit(self, run: _Run) -> None:
         verdict = self._exchange.decide(_COMMIT)
         if verdict != _COMMIT:
-            msg = (
+            raise GroupAborted(
                 f"version {run.version}: no rank publishes it, another one ended it: {verdict}. "
                 "Mend the cause, then publish a later version."
             )
-            raise GroupAborted(msg)
         assert run.part is not None
         self.bridge.publisher.show_group(run.part.update_id)
 
@@ -630,7 +525,7 @@ class GroupPublisher:
                 del failure  # else its traceback would hold this frame, and this frame it
         return read_messages(step, payloads)
 
-    def _hello(self, run: "_Run") -> dict[str, JSONValue]:
+    def _hello(self, run: _Run) -> dict[str, JSONValue]:
         if run.version is not None:
             run.version = checked_version(run.version)
         run.dtype, run.keep = checked_dtype(run.dtype), checked_keep(run.keep)
@@ -643,7 +538,8 @@ class GroupPublisher:
         run.tensors = named_tensors(source)
         mine = self._mine if self._mine and self._mine.is_of(run.placements, run.dtype) else None
         if mine is None or not mine.has_placed(run.tensors):
-            check_placements(self._exchange.rank, run.tensors, run.placements)
+            held = {name: (dtype_name(t), tuple(t.shape)) for name, t in run.tensors.items()}
+            require_placed(self._exchange.rank, held, run.placements)
             if mine is None:
                 placed = {
                     name: replace(one, dtype=wire_name(wire_dtype(tensor.dtype, run.dtype)))
@@ -667,7 +563,7 @@ class GroupPublisher:
             "known": self._known,
         }
 
-    def _publish_part(self, run: "_Run") -> dict[str, JSONValue]:
+    def _publish_part(self, run: _Run) -> dict[str, JSONValue]:
         layout = WeightLayout.from_metadata(run.metadata).to_metadata()
         layout |= {"rank": self._exchange.rank, "world_size": self._exchange.world_size}
         publisher = self.bridge.publisher
@@ -694,12 +590,12 @@ class GroupPublisher:
             leaves = base64.b64encode(self.bridge.publisher.leaf_list).decode("ascii")
         return {"part": mine.to_json(layout=is_new), "leaves": leaves}
 
-    def _vote(self, run: "_Run", parts: list[dict[str, Any]]) -> dict[str, JSONValue]:
+    def _vote(self, run: _Run, parts: list[dict[str, Any]]) -> dict[str, JSONValue]:
         manifest = self._merge(parts)
         assert run.part is not None
         own = self.bridge.publisher
         # Every rank finds the same, and refuses the same; one of them says it.
-        self._watch.judge(own.suspicious, manifest, logs=self._exchange.rank == 0)
+        self._watch.judge(manifest, logs=self._exchange.rank == 0)
         # Set before the vote is sent: from then on the other ranks may commit.
         run.voted = manifest
         own.join_group(run.part.update_id, manifest)
@@ -738,14 +634,11 @@ class GroupPublisher:
             _LOG.warning("the other ranks were not told how the publication ended", exc_info=True)
             return True
 
-    def _remember(self, run: "_Run") -> None:
+    def _remember(self, run: _Run) -> None:
         manifest = run.voted
         assert manifest is not None
-        self._watch.note(self.bridge.publisher.suspicious, manifest)
+        self._watch.note(manifest)
         self.bridge.publisher.release_older(run.keep, run.adapter)
-        self._parts[manifest.update_id] = manifest.parts[self._exchange.rank].update_id
-        while len(self._parts) > _REMEMBERED:
-            self._parts.popitem(last=False)
 
 
 def _is_cut(placements: Mapping[str, Placement]) -> bool:

@@ -11,8 +11,8 @@ import functools
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -191,12 +191,11 @@ class TransactionalAdapter(ABC):
             IncompatibleUpdate: the engine takes a model's weights only.
 
         """
-        msg = (
+        raise IncompatibleUpdate(
             f"the update holds LoRA adapter {name!r}, and a {type(self).__name__} installs a "
             "model's weights, expected an engine that applies adapters. Publish it merged into "
             "the model's weights: merged=True."
         )
-        raise IncompatibleUpdate(msg)
 
     def drop_versions(self, timeout_s: float | None = None) -> None:  # noqa: B027 - most have nothing to drop
         """Take all versions out of the engine, where it is a LoRA adapter that this installs.
@@ -240,11 +239,10 @@ class TransactionalAdapter(ABC):
             UnknownUpdate: the engine does not hold it.
 
         """
-        msg = (
+        raise UnknownUpdate(
             f"{type(self).__name__} knows of no version {version} that requests could name. Use an "
             "adapter of an engine that applies LoRA."
         )
-        raise UnknownUpdate(msg)
 
     @abstractmethod
     def release(self, update_id: str) -> None:
@@ -255,119 +253,28 @@ class TransactionalAdapter(ABC):
 
 
 def checked_engine(engine: object) -> Engine:
-    """The engine as it was given.
-
-    Raises:
-        TypeError: it is neither a module nor a mapping of names to tensors.
-
-    """
+    """The engine as it was given."""
     if isinstance(engine, torch.nn.Module):
         return engine
-    if not isinstance(engine, Mapping):
-        msg = (
-            f"engine: got {_kind(engine)}, expected an nn.Module or a dict of tensors. Pass the "
-            "module that it runs; an engine that is none, or is elsewhere, needs an adapter of its "
-            "own, with install and release."
-        )
-        raise TypeError(msg)
-    if set(map(type, engine.values())) <= {torch.Tensor, torch.nn.Parameter}:
-        return engine
-    for name, item in engine.items():
-        if isinstance(item, torch.Tensor):
-            continue
-        remedy = "Leave it out of the dict."
-        if isinstance(item, Mapping):
-            remedy = f"Pass the dict of tensors itself, such as engine[{name!r}]."
-        elif hasattr(item, "__array_interface__"):
-            remedy = "Make it a tensor: torch.from_numpy(array), with mode='copy'."
-        msg = f"engine[{name!r}]: got {_kind(item)}, expected a tensor. {remedy}"
-        raise TypeError(msg)
-    return engine
-
-
-def checked_quiesce(quiesce: Quiesce) -> Quiesce:
-    """The function that is called around each install; what it returns is checked each time.
-
-    Raises:
-        TypeError: it cannot be called without arguments, such as a context manager or a lock, or
-            it is a coroutine function.
-
-    """
-    require_plain(quiesce, "quiesce")
-    if callable(quiesce):
-        try:
-            inspect.signature(quiesce).bind()
-            can_be_called = True
-        except TypeError:  # an instance of torch.no_grad() can be called, as a decorator
-            can_be_called = False
-        except ValueError:  # written in C: Python cannot tell
-            can_be_called = True
-        if can_be_called:
-            return quiesce if quiesce is nullcontext else functools.partial(_quiet, quiesce)
-    msg = (
-        f"quiesce: got {_kind(quiesce)}, expected a function without arguments that returns a "
-        "context manager. Pass one that makes it anew each time, such as lambda: lock."
+    what = kind_of(engine)
+    if isinstance(engine, Mapping):
+        strange = (name for name, item in engine.items() if not isinstance(item, torch.Tensor))
+        name = next(strange, None)
+        if name is None:
+            return engine
+        what = f"engine[{name!r}], which is {kind_of(engine[name])}"
+    raise TypeError(
+        f"engine: got {what}, expected an nn.Module or a dict of tensors. Pass the module that it "
+        "runs; an engine that is none, or is elsewhere, needs an adapter of its own, with install "
+        "and release."
     )
-    raise TypeError(msg)
-
-
-def _quiet(quiesce: Quiesce) -> AbstractContextManager[object]:
-    """The context in which the engine does not run.
-
-    Raises:
-        TypeError: `quiesce` gave none.
-
-    """
-    context: object = quiesce()
-    if not isinstance(context, AbstractContextManager):
-        require_done(context, "quiesce")
-        msg = (
-            f"quiesce returned a {type(context).__name__}, expected a context manager. Write "
-            "it with contextlib.contextmanager: stop the engine, yield, let it go on."
-        )
-        raise TypeError(msg)
-    return context
-
-
-def require_call(
-    function: object, what: str, given: Sequence[str], named: Sequence[str] = ()
-) -> None:
-    """Make sure that a function can be called as it will be: in an update it would be too late.
-
-    Args:
-        function: of the user's.
-        what: names it in messages; behind the last dot stands its own name.
-        given: names of what it is given by position.
-        named: names of what it is given by keyword.
-
-    Raises:
-        TypeError: it cannot, or a call of it would do nothing (`require_plain`).
-
-    """
-    call = f"{what.rpartition('.')[2]}({', '.join([*given, *(f'{one}=...' for one in named)])})"
-    if not callable(function):
-        msg = f"{what}: got {_kind(function)}, expected a function. It is called as {call}."
-        raise TypeError(msg)
-    require_plain(function, what)
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # written in C: Python cannot tell
-    try:
-        signature.bind(*given, **dict.fromkeys(named))
-    except TypeError as error:
-        msg = f"{what}{signature} cannot be called as {call}: {error}. Give it these parameters."
-        raise TypeError(msg) from None
 
 
 def require_plain(function: object, what: str) -> None:
-    """Refuse a function that returns before it has done anything: a coroutine's, or a generator.
-
-    Raises:
-        TypeError: it is one.
-
-    """
-    called = function
+    """Refuse what is no function, or returns before it did anything: async def, a generator."""
+    if not callable(function):
+        raise TypeError(f"{what}: got {kind_of(function)}, expected a function.")
+    called: object = function
     if not inspect.isroutine(function) and not isinstance(function, functools.partial):
         called = getattr(type(function), "__call__", function)  # noqa: B004 - to look at it
     kinds = {
@@ -376,29 +283,22 @@ def require_plain(function: object, what: str) -> None:
     }
     for kind, is_one in kinds.items():
         if is_one:
-            msg = (
+            raise TypeError(
                 f"{what} is {kind}, expected a plain function: a call of it would do nothing. "
                 f"{_AWAIT_INSIDE}"
             )
-            raise TypeError(msg)
 
 
 def require_done(answer: object, what: str) -> None:
-    """Refuse what a plain function returned, if somebody would have to await it: nobody does.
-
-    Raises:
-        TypeError: it is a coroutine, a task or a future of asyncio.
-
-    """
+    """Refuse what a plain function returned, if somebody would have to await it: nobody does."""
     if not inspect.isawaitable(answer):
         return
     if inspect.iscoroutine(answer):
         answer.close()  # else Python warns later, far from here, that it was never awaited
-    msg = (
+    raise TypeError(
         f"{what} returned a {type(answer).__name__}, which nothing awaits, expected that all is "
         f"done when it returns. {_AWAIT_INSIDE}"
     )
-    raise TypeError(msg)
 
 
 _AWAIT_INSIDE = (
@@ -408,7 +308,8 @@ _AWAIT_INSIDE = (
 )
 
 
-def _kind(item: object) -> str:
+def kind_of(item: object) -> str:
+    """How a message calls what was given in the place of something else."""
     if isinstance(item, type):
         return f"the class {item.__name__}"
     return "None" if item is None else f"a {type(item).__name__}"
@@ -422,10 +323,6 @@ def require_owned(engine: Mapping[str, torch.Tensor], mode: str) -> None:
 
     ``module.state_dict()`` gives new tensors over the module's memory, and slices of a fused weight
     are such tensors as well. What runs is the other one, which would stay at the old weights.
-
-    Raises:
-        ValueError: a tensor outside of the dict looks at the same memory.
-
     """
     together: dict[int, dict[int, tuple[str, torch.Tensor]]] = {}
     for name, tensor in engine.items():
@@ -444,14 +341,13 @@ def require_owned(engine: Mapping[str, torch.Tensor], mode: str) -> None:
         known = len(looking) - 1
         known += sum(n <= alone_base for base, n in bases.items() if base not in looking)
         if _looking_at(tensor) - known > alone:
-            msg = (
+            raise ValueError(
                 f"engine: mode {mode!r} gives each tensor other memory, and at that of {name!r} a "
                 "tensor outside of the dict looks too: it would keep the old weights. (A dict from "
                 "module.state_dict(), or of slices of a fused weight, is only a view of the "
                 "engine.) Pass the module itself, or the very tensors that the engine runs on, or "
                 "use mode='copy'."
             )
-            raise ValueError(msg)
 
 
 def _looking_at(tensor: torch.Tensor) -> int:

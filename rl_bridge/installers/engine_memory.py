@@ -54,9 +54,6 @@ def check_fit(
         Names of the engine that the layout does not hold; empty where that is allowed. They are
         covered if the layout holds their tensor under another name.
 
-    Raises:
-        IncompatibleUpdate: it does not fit.
-
     """
     unknown = [name for name in table.rows if name not in tensors]
     missing = [name for name in tensors if name not in table.rows] if strict else []
@@ -67,26 +64,23 @@ def check_fit(
         tensor = tensors[name]
         reason = place.not_plain(tensor)
         if reason is not None:
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r} of the engine {reason}. This installer writes plain memory of "
                 "one device. "
                 "Write an adapter of its own, with install and release, for any other engine."
             )
-            raise IncompatibleUpdate(msg)
         if tensor.shape != shapes[row] or dtype_name(tensor) != dtypes[row]:
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r}: the engine has {dtype_name(tensor)}{list(tensor.shape)}, the "
                 f"update {dtypes[row]}{list(shapes[row])}. Publish in the engine's shape and dtype."
             )
-            raise IncompatibleUpdate(msg)
         if not tensor.is_contiguous() and any(
             step == 0 < dim - 1 for step, dim in zip(tensor.stride(), tensor.shape, strict=True)
         ):
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r} of the engine is expanded: several of its elements are one in "
                 "memory. Give the engine a contiguous() copy."
             )
-            raise IncompatibleUpdate(msg)
     return missing
 
 
@@ -141,7 +135,6 @@ class Binding:
         place: where they lie.
         strided: targets that are not contiguous: torch copies them.
         facts: what `every_tensor` was when it was matched.
-        rebinds: whether it was made for an install that exchanges storages.
         complex_tensors: those that could become lazy conjugates of the same memory.
         engine: name -> tensor of the whole engine, as it was then.
         every_name: all names of the layout, also those that share an engine tensor's memory, and
@@ -162,7 +155,6 @@ class Binding:
     place: Place
     strided: tuple[int, ...]
     facts: TensorFacts
-    rebinds: bool
     complex_tensors: tuple[torch.Tensor, ...]
     engine: Mapping[str, torch.Tensor]
     every_name: tuple[str, ...]
@@ -171,21 +163,15 @@ class Binding:
     tied: tuple[tuple[str, str], ...]
 
     def require_equal(self, manifest: WeightUpdateManifest) -> None:
-        """Make sure that an update holds the same bytes for names that the engine ties.
-
-        Raises:
-            IncompatibleUpdate: it does not: the second would overwrite the first.
-
-        """
+        """Make sure that an update holds the same bytes for names that the engine ties."""
         rows, digests = self.table.rows, manifest.digests
         for one, other in self.tied:
             if _rows(digests, [rows[one]]) != _rows(digests, [rows[other]]):
-                msg = (
+                raise IncompatibleUpdate(
                     f"the engine ties {one!r} and {other!r}, the update holds different weights "
                     "for them: the second would overwrite the first. Tie them on the trainer's "
                     "side too."
                 )
-                raise IncompatibleUpdate(msg)
 
     def reads_as_stored(self) -> bool:
         """Whether no tensor is a lazy conjugate or negative: it would read otherwise than it is."""
@@ -219,10 +205,27 @@ class Binding:
 class EngineMemory:
     """The weights of an engine in this process."""
 
-    def __init__(self, engine: Engine, *, num_threads: int | None = None) -> None:
-        """Look at an engine; its tensors are looked up anew whenever they may have moved."""
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        strict: bool = True,
+        rebinds: bool = False,
+        num_threads: int | None = None,
+    ) -> None:
+        """Look at an engine; its tensors are looked up anew whenever they may have moved.
+
+        Args:
+            engine: what is updated.
+            strict: False allows engine tensors that an update does not hold.
+            rebinds: the engine's tensor objects will get other storages: then only one object under
+                two names is a tie, and two objects over the same memory are not.
+            num_threads: threads that copy and digest; None takes the usable cores, at most 8.
+
+        """
         self.engine = engine
-        self._num_threads = num_threads
+        self.num_threads = num_threads
+        self._strict, self._rebinds = strict, rebinds
         self._binding: Binding | None = None
         self._state = ModuleState(engine) if isinstance(engine, torch.nn.Module) else None
 
@@ -232,27 +235,19 @@ class EngineMemory:
             return self._state.tensors()
         return named_engine_tensors(self.engine)
 
-    def bind_update(
-        self, manifest: WeightUpdateManifest, *, strict: bool = True, rebinds: bool = False
-    ) -> Binding:
+    def bind_update(self, manifest: WeightUpdateManifest) -> Binding:
         """Match an update with the engine, as `bind` its layout, and look at what it ties.
 
         Raises:
             IncompatibleUpdate: as `bind`; or different bytes for names that the engine ties.
 
         """
-        bound = self.bind(manifest.table, strict=strict, rebinds=rebinds)
+        bound = self.bind(manifest.table)
         bound.require_equal(manifest)
         return bound
 
-    def bind(self, table: TensorTable, *, strict: bool = True, rebinds: bool = False) -> Binding:
+    def bind(self, table: TensorTable) -> Binding:
         """Match an update's layout with the engine, or say why it does not fit.
-
-        Args:
-            table: the layout.
-            strict: False allows engine tensors that the update does not hold.
-            rebinds: the engine's tensor objects will get other storages: then only one object under
-                two names is a tie, and two objects over the same memory are not.
 
         Raises:
             IncompatibleUpdate: names, shapes or dtypes differ.
@@ -263,7 +258,6 @@ class EngineMemory:
         if (
             bound is not None
             and bound.table.digest == table.digest
-            and bound.rebinds == rebinds
             and len(tensors) == len(bound.engine)
             and bound.holds_objects(tensors)
             and bound.facts.hold(bound.every_tensor)
@@ -272,7 +266,7 @@ class EngineMemory:
         if self._state is None:
             checked_engine(self.engine)
         with collector_paused():
-            self._binding = _matched(table, tensors, strict=strict, rebinds=rebinds)
+            self._binding = _matched(table, tensors, strict=self._strict, rebinds=self._rebinds)
         return self._binding
 
     def moved(self, bound: Binding, places: Addresses) -> None:
@@ -285,10 +279,6 @@ class EngineMemory:
         """Bring names, tensor objects and views back to what they were when they were matched.
 
         An install leaves them alone; whatever else changed them must not outlive its undo.
-
-        Raises:
-            TornEngine: they cannot be brought back.
-
         """
         tensors = self.tensors()
         for name, owner in zip(bound.every_name, bound.every_tensor, strict=True):
@@ -297,12 +287,11 @@ class EngineMemory:
         if not bound.facts.hold(bound.every_tensor):
             lost = bound.facts.restore(bound.every_tensor)
             if lost:
-                msg = (
+                raise TornEngine(
                     f"undo failed: tensor {bound.every_name[lost[0]]!r} of the engine was moved to "
                     "other memory during the install. Load the engine's weights anew, or restart "
                     "it."
                 )
-                raise TornEngine(msg)
 
     def write(self, bound: Binding, source: Addresses) -> None:
         """Copy into the engine from `source`: addresses of the layout's rows, row-major bytes."""
@@ -317,18 +306,11 @@ class EngineMemory:
                     raw = bound.place.bytes_at(int(origins[index]), nbytes)
                     elements.copy_(raw.view(elements.dtype).view(elements.shape))
                     targets[index] = origins[index]  # equal addresses: nothing left to copy
-        bound.plan.copy(origins, targets, num_threads=self._num_threads)
+        bound.plan.copy(origins, targets, num_threads=self.num_threads)
 
-    def rewrite(
-        self, manifest: WeightUpdateManifest, tensors: ImportedTensors, *, strict: bool = True
-    ) -> None:
-        """Bring the published bytes of an earlier version back, and make sure that they are there.
-
-        Raises:
-            TornEngine: the engine does not hold them then.
-
-        """
-        bound = self.bind(manifest.table, strict=strict)
+    def rewrite(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
+        """Bring the published bytes of an earlier version back, and see that they are there."""
+        bound = self.bind(manifest.table)
         view = tensors.pin.view
         if view is not None:
             # What the user wrote into his view of that version must not come back with it.
@@ -337,10 +319,9 @@ class EngineMemory:
         try:
             self.prove(bound, manifest)
         except WeightBridgeError as error:
-            msg = (
+            raise TornEngine(
                 f"undo failed, although version {manifest.weight_version} was copied back: {error}"
-            )
-            raise TornEngine(msg) from error
+            ) from error
 
     def digests(self, bound: Binding) -> bytes:
         """Digest what the engine holds now: 16 bytes per target, read from its own memory."""
@@ -352,21 +333,15 @@ class EngineMemory:
                 dense = raw_elements(bound.tensors[index]).contiguous()
                 keep.append(dense)
                 sources[index] = dense.data_ptr()
-        return bound.plan.digest(sources, num_threads=self._num_threads)
+        return bound.plan.digest(sources, num_threads=self.num_threads)
 
     def prove(self, bound: Binding, manifest: WeightUpdateManifest) -> InstallProof:
-        """Compare what the engine holds, wherever its tensors are now, with a manifest.
-
-        Raises:
-            ProofFailed: a tensor differs, or is no longer where it was installed.
-
-        """
+        """Compare what the engine holds, wherever its tensors are now, with a manifest."""
         if not (bound.holds_objects(self.tensors()) and bound.is_as_matched()):
-            msg = (
+            raise ProofFailed(
                 f"version {manifest.weight_version}: the engine's tensors moved during the "
                 "install. Nothing else may change them during an update: see quiesce=."
             )
-            raise ProofFailed(msg)
         found = self.digests(bound)
         expected = _rows(manifest.digests, bound.rows)
         if found != expected:
@@ -415,8 +390,9 @@ def _matched(
         if not rebinds:
             key = tensor_key(tensor) if tensor.numel() else name
         elif tensor.is_inference():
-            msg = f"tensor {name!r} of the engine is an inference tensor. Use mode='copy'."
-            raise IncompatibleUpdate(msg)
+            raise IncompatibleUpdate(
+                f"tensor {name!r} of the engine is an inference tensor. Use mode='copy'."
+            )
         earlier = targets.setdefault(key, (name, row))
         if earlier[1] != row:
             tied.append((earlier[0], name))
@@ -444,7 +420,6 @@ def _matched(
         place=place,
         strided=tuple(i for i, tensor in enumerate(found) if not tensor.is_contiguous()),
         facts=TensorFacts(every),
-        rebinds=rebinds,
         complex_tensors=tuple(tensor for tensor in every if tensor.is_complex()),
         engine=tensors,
         every_name=tuple(rows),

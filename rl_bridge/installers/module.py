@@ -37,8 +37,8 @@ from rl_bridge.installers.base import (
     Quiesce,
     TransactionalAdapter,
     checked_engine,
-    checked_quiesce,
     require_owned,
+    require_plain,
 )
 from rl_bridge.installers.engine_memory import Binding, EngineMemory, differs
 from rl_bridge.installers.snapshot import Snapshot
@@ -67,10 +67,8 @@ class _Mode(ABC):
     uses_addresses: ClassVar[bool] = True
     """Whether `install` relies on where the engine's tensors were when they were matched."""
 
-    def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
+    def __init__(self, memory: EngineMemory) -> None:
         self.memory = memory
-        self.strict = strict
-        self.num_threads = num_threads
 
     @abstractmethod
     def prepare(self, update: _Update, *, is_first: bool) -> None:
@@ -113,8 +111,8 @@ class _CopyMode(_Mode):
     users may write to a private copy. Without one, the engine is copied aside.
     """
 
-    def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
-        super().__init__(memory, strict=strict, num_threads=num_threads)
+    def __init__(self, memory: EngineMemory) -> None:
+        super().__init__(memory)
         self._current: tuple[WeightUpdateManifest, ImportedTensors] | None = None
         self._is_released = False  # the undo still needs the current one
         self._snapshot: Snapshot | None = None
@@ -124,15 +122,14 @@ class _CopyMode(_Mode):
         if is_first:
             self._snapshot = None
             if not can_undo:
-                self._snapshot = Snapshot(self.memory.engine, num_threads=self.num_threads)
+                self._snapshot = Snapshot(self.memory.engine, num_threads=self.memory.num_threads)
         elif self._snapshot is None and not can_undo:
             # The engine is a mixture now: it is too late for a copy of it.
-            msg = (
+            raise IncompatibleUpdate(
                 f"version {update.manifest.weight_version} has tensors that the retained version "
                 "does not have, and the engine is torn: an undo could not bring them back. Call "
                 "recover() first."
             )
-            raise IncompatibleUpdate(msg)
 
     def _can_undo(self, newer: TensorTable) -> bool:
         """Whether the retained version has every tensor of a layout, in a published segment."""
@@ -155,7 +152,7 @@ class _CopyMode(_Mode):
             self._snapshot.restore()
         elif self._current is not None:
             self.memory.put_back(origin)
-            self.memory.rewrite(*self._current, strict=self.strict)
+            self.memory.rewrite(*self._current)
 
     def commit(self, update: _Update) -> None:
         self._current, self._is_released = (update.manifest, update.tensors), False
@@ -178,8 +175,8 @@ class _RebindingMode(_Mode):
 
     rebinds: ClassVar[bool] = True
 
-    def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
-        super().__init__(memory, strict=strict, num_threads=num_threads)
+    def __init__(self, memory: EngineMemory) -> None:
+        super().__init__(memory)
         # Each engine tensor that got other memory, with a view of what it had; the last change
         # last.
         self._before_point: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -214,9 +211,6 @@ class _RebindingMode(_Mode):
             base: first byte of the arena that they lie in.
             is_verified: whether `base` shows the very mapping that import verified.
 
-        Raises:
-            ProofFailed: a tensor is elsewhere, or differs.
-
         """
         manifest, bound = update.manifest, update.bound
         table = manifest.table
@@ -232,7 +226,7 @@ class _RebindingMode(_Mode):
             )
         # Somebody wrote here (or the kernel cannot tell): what was written decides.
         plan = bound.place.plan(table.nbytes_column)
-        found = plan.digest(expected, num_threads=self.num_threads)
+        found = plan.digest(expected, num_threads=self.memory.num_threads)
         if found != manifest.digests:
             raise differs(manifest, table.names, found, manifest.digests)
         return InstallProof(
@@ -257,11 +251,10 @@ class _RebindingMode(_Mode):
             name = _first_elsewhere(manifest.table, bound, expected)
             lost = None if name is None else f"tensor {name!r} is no view of the verified memory"
         if lost is not None:
-            msg = (
+            raise ProofFailed(
                 f"the engine does not hold version {manifest.weight_version}: {lost}. Nothing else "
                 "may change the engine's tensors during an update: see quiesce=."
             )
-            raise ProofFailed(msg)
 
 
 def _first_elsewhere(table: TensorTable, bound: Binding, expected: Addresses) -> str | None:
@@ -285,8 +278,8 @@ class _AliasMode(_RebindingMode):
 
     uses_addresses: ClassVar[bool] = False
 
-    def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
-        super().__init__(memory, strict=strict, num_threads=num_threads)
+    def __init__(self, memory: EngineMemory) -> None:
+        super().__init__(memory)
         # The slot that the engine's tensors look at since the last commit, and its bytes: weakly,
         # since they end with these tensors.
         self._current: tuple[LeasedView, weakref.ref[object], int, int] | None = None
@@ -326,8 +319,8 @@ class _AliasMode(_RebindingMode):
 class _FlipMode(_RebindingMode):
     """Exchanges versions under one fixed range of addresses."""
 
-    def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
-        super().__init__(memory, strict=strict, num_threads=num_threads)
+    def __init__(self, memory: EngineMemory) -> None:
+        super().__init__(memory)
         self._live: Live | None = None
         self._live_layout = ""
         self._fresh: Live | None = None  # reserved for a layout that is not live yet
@@ -338,11 +331,10 @@ class _FlipMode(_RebindingMode):
         del is_first
         table, pin = update.manifest.table, update.tensors.pin
         if pin.view is None:
-            msg = (
+            raise IncompatibleUpdate(
                 "a flip needs a mapped segment, and this transport copied the update "
                 "in. Use mode='copy' or 'alias'."
             )
-            raise IncompatibleUpdate(msg)
         if (
             self._live is not None
             and self._live_layout == table.digest
@@ -461,7 +453,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
             strict: False allows engine tensors that an update does not hold.
             quiesce: gives a context in which the engine does not run; entered around every install,
                 and around the undo of what was begun in it.
-            num_threads: threads that copy and digest; None takes the usable cores.
+            num_threads: threads that copy and digest; None takes the usable cores, at most 8.
 
         Raises:
             TypeError: an engine that is neither, or a `quiesce` that is no such function.
@@ -471,18 +463,18 @@ class ModuleInstallAdapter(TransactionalAdapter):
         """
         if not isinstance(mode, str) or mode not in _MODES:
             hint = did_you_mean(mode, _MODES)
-            msg = f"mode {mode!r}: expected one of {sorted(_MODES)}.{hint}"
-            raise ValueError(msg)
+            raise ValueError(f"mode {mode!r}: expected one of {sorted(_MODES)}.{hint}")
         self.mode = mode
-        self._quiesce = checked_quiesce(quiesce)
+        require_plain(quiesce, "quiesce")
+        self._quiesce = quiesce
         self._is_dirty = False  # an install has begun, and was neither undone nor committed
         num_threads = checked_threads(num_threads)
         engine = checked_engine(engine)
-        if _MODES[mode].rebinds and not isinstance(engine, torch.nn.Module):
+        rebinds = _MODES[mode].rebinds
+        if rebinds and not isinstance(engine, torch.nn.Module):
             require_owned(engine, mode)
-        self._memory = EngineMemory(engine, num_threads=num_threads)
-        self._strict = strict
-        self._mode = _MODES[mode](self._memory, strict=strict, num_threads=num_threads)
+        self._memory = EngineMemory(engine, strict=strict, rebinds=rebinds, num_threads=num_threads)
+        self._mode = _MODES[mode](self._memory)
         # Prepared last, and neither undone, nor committed, nor abandoned.
         self._update: _Update | None = None
         # The engine as it was matched for the first update since the last end: if an undo failed,
@@ -498,14 +490,13 @@ class ModuleInstallAdapter(TransactionalAdapter):
 
         """
         imported, mode = require_imported(tensors), self._mode
-        bound = self._memory.bind_update(manifest, strict=self._strict, rebinds=mode.rebinds)
+        bound = self._memory.bind_update(manifest)
         here, there = bound.place.device, imported.device
         if here != there and len(bound.tensors):
-            msg = (
+            raise IncompatibleUpdate(
                 f"the update lies on {there} and the engine on {here}. Use a transport that ends "
                 "where the engine is: cuda-vmm or cuda-ipc for a GPU, shared-memory for the CPU."
             )
-            raise IncompatibleUpdate(msg)
         update = _Update(manifest, imported, bound)
         mode.prepare(update, is_first=self._update is None)
         self._update, self._origin = update, self._origin or bound
@@ -527,21 +518,15 @@ class ModuleInstallAdapter(TransactionalAdapter):
             self._mode.install(self._update)
 
     def _require_in_place(self, update: _Update) -> None:
-        """Refuse an engine whose tensors moved since `prepare`: old addresses may be anybody's.
-
-        Raises:
-            WeightBridgeUnavailableError: they did; nothing of the engine was touched.
-
-        """
+        """Refuse an engine whose tensors moved since `prepare`: old addresses may be anybody's."""
         if update.bound.facts.hold(update.bound.every_tensor):
             return
         self._end()  # an undo has nothing to take back
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"the engine's tensors were moved between prepare and install of version "
             f"{update.manifest.weight_version}. Do not offload or rebind them in between, nor in "
             "quiesce=; install the update again."
         )
-        raise WeightBridgeUnavailableError(msg)
 
     def prove(self) -> InstallProof:
         """Read what the engine really holds.
@@ -598,15 +583,9 @@ class ModuleInstallAdapter(TransactionalAdapter):
 
 
 def require_imported(tensors: object) -> ImportedTensors:
-    """The mapping that a bridge imported.
-
-    Raises:
-        IncompatibleUpdate: another mapping, about whose memory nothing is known.
-
-    """
+    """The mapping that a bridge imported."""
     if isinstance(tensors, ImportedTensors):
         return tensors
-    msg = (
+    raise IncompatibleUpdate(
         f"this adapter installs what bridge.import_update returned, got a {type(tensors).__name__}."
     )
-    raise IncompatibleUpdate(msg)

@@ -16,9 +16,8 @@ from rl_bridge.installers.base import (
     InstallProof,
     Quiesce,
     TransactionalAdapter,
-    checked_quiesce,
-    require_call,
     require_done,
+    require_plain,
 )
 from rl_bridge.installers.engine_memory import differs, names_differ
 from rl_bridge.manifest.digest import DIGEST_NBYTES
@@ -58,14 +57,14 @@ class SimpleAdapter(TransactionalAdapter):
                 and undo.
 
         Raises:
-            TypeError: a function that cannot be called in this way, or a coroutine function.
+            TypeError: what is no function, or a coroutine function.
 
         """
-        require_call(read, "read", ["name"])
-        require_call(load, "load", ["name", "tensor"])
+        for function, what in ((read, "read"), (load, "load"), (quiesce, "quiesce")):
+            require_plain(function, what)
         self._read, self._load = read, load
         self._names = None if names is None else frozenset(names)
-        self._quiesce = checked_quiesce(quiesce)
+        self._quiesce = quiesce
         self._before: dict[str, torch.Tensor] | None = None
         self._installed: tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]] | None = None
         self._active: tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]] | None = None
@@ -130,17 +129,20 @@ class SimpleAdapter(TransactionalAdapter):
             TornEngine: one does not come back.
 
         """
-        with self._quiesce() if self._before else nullcontext():
-            for name, copy in (self._before or {}).items():
-                wanted = _state(copy)
-                if _state(self._held(name)) != wanted:
+        before = self._before or {}
+        # An engine that never came to rest lost nothing, and need not rest now.
+        if all(self._holds(name, copy) for name, copy in before.items()):
+            self._end()
+            return
+        with self._quiesce():
+            for name, copy in before.items():
+                if not self._holds(name, copy):
                     self._give(name, copy)
-                if _state(self._held(name)) != wanted:
-                    msg = (
+                if not self._holds(name, copy):
+                    raise TornEngine(
                         f"undo failed: tensor {name!r} does not take back what was there before. "
                         "See that read() gives what load() was given, and restart the engine."
                     )
-                    raise TornEngine(msg)
         self._end()
 
     def abandon(self) -> None:
@@ -176,6 +178,9 @@ class SimpleAdapter(TransactionalAdapter):
         kept = _copied(tensors[name])
         return kept if _digest(kept) == published else copy
 
+    def _holds(self, name: str, copy: torch.Tensor) -> bool:
+        return _state(self._held(name)) == _state(copy)
+
     def _give(self, name: str, tensor: torch.Tensor) -> None:
         require_done(self._load(name, tensor), "load")
 
@@ -184,8 +189,9 @@ class SimpleAdapter(TransactionalAdapter):
         try:
             held: object = self._read(name)
         except KeyError as error:
-            msg = f"the engine has no tensor {name!r}: read() raised {error!r}. {_NAMES}"
-            raise IncompatibleUpdate(msg) from error
+            raise IncompatibleUpdate(
+                f"the engine has no tensor {name!r}: read() raised {error!r}. {_NAMES}"
+            ) from error
         require_done(held, "read")
         reason = f"is a {type(held).__name__}"
         if isinstance(held, torch.Tensor):
@@ -194,8 +200,9 @@ class SimpleAdapter(TransactionalAdapter):
             if wrong is None:
                 return held.detach().resolve_conj().resolve_neg()
             reason = wrong
-        msg = f"what read({name!r}) returned {reason}, expected a dense tensor. Let it return one."
-        raise IncompatibleUpdate(msg)
+        raise IncompatibleUpdate(
+            f"what read({name!r}) returned {reason}, expected a dense tensor. Let it return one."
+        )
 
 
 _NAMES = "Publish what the engine runs, or let read() and load() translate the names."

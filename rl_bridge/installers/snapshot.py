@@ -38,7 +38,7 @@ class Snapshot:
 
         Args:
             engine: what is copied.
-            num_threads: threads that copy; None takes the usable cores.
+            num_threads: threads that copy; None takes the usable cores, at most 8.
             room: memory of an earlier one, as `give_room` gave it; it is used if it has the size.
             is_on_host: whether copies of a device's tensors are on the host; else on the device.
 
@@ -121,8 +121,9 @@ class Snapshot:
         )
         if lost or not same:
             what = f"tensor {lost[0]!r} does" if lost else "weights do"
-            msg = f"undo failed: the engine's {what} not take back what was there before."
-            raise TornEngine(msg)
+            raise TornEngine(
+                f"undo failed: the engine's {what} not take back what was there before."
+            )
 
 
 def _room(nbytes: int, offered: Pin | None) -> Pin:
@@ -150,8 +151,9 @@ def _cloned(name: str, data: torch.Tensor, *, is_on_host: bool) -> torch.Tensor:
     reason = not_plain(data)
     is_elsewhere = data.layout is torch.strided and not data.is_cpu and type(data) is torch.Tensor
     if reason is not None and not is_elsewhere and not (data.is_conj() or data.is_neg()):
-        msg = f"tensor {name!r} of the engine {reason}; it cannot be copied aside for an undo."
-        raise IncompatibleUpdate(msg)
+        raise IncompatibleUpdate(
+            f"tensor {name!r} of the engine {reason}; it cannot be copied aside for an undo."
+        )
     once = _each_once(raw_elements(data))
     return once.to("cpu", copy=True) if is_on_host else once.clone()
 

@@ -10,7 +10,7 @@ through it once more, and what cannot be promised is logged when it is wrapped.
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from types import MemberDescriptorType
 from typing import Any
@@ -23,8 +23,9 @@ from rl_bridge.installers.base import (
     InstallProof,
     TransactionalAdapter,
     WeightInstallAdapter,
-    require_call,
+    kind_of,
     require_done,
+    require_plain,
 )
 from rl_bridge.installers.engine_memory import EngineMemory
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
@@ -95,16 +96,12 @@ class WrappedAdapter(TransactionalAdapter):
         Args:
             adapter: the user's.
             initial: the engine's weights before the first update, for the undo of that one.
-            num_threads: threads that copy aside, restore and digest; None takes the usable cores.
-
-        Raises:
-            TypeError: an adapter that cannot install or release.
-            ValueError: less than one thread.
+            num_threads: threads that copy aside, restore and digest; None takes the usable cores,
+                at most 8.
 
         """
-        _require_adapter(adapter)
         self.adapter = adapter
-        self._num_threads = checked_threads(num_threads)
+        self._num_threads = num_threads
         self._name = ""
         self._memory: EngineMemory | None = None
         self._look()
@@ -113,7 +110,6 @@ class WrappedAdapter(TransactionalAdapter):
         self._pending: Version | None = None
         self._fitted = False  # the engine's tensors were those of the pending version
         self._copied: tuple[Snapshot, str, Engine] | None = None  # with the attribute and engine
-        self._has_begun = False
         self._written: set[str] = set()  # tensors that installs since the last commit brought
         self._warn()
 
@@ -123,7 +119,7 @@ class WrappedAdapter(TransactionalAdapter):
         if engine is None:
             self._memory = None
         elif self._memory is None or engine is not self._memory.engine:
-            self._memory = EngineMemory(engine, num_threads=self._num_threads)
+            self._memory = EngineMemory(engine, strict=False, num_threads=self._num_threads)
 
     def _warn(self) -> None:
         """Log what cannot be promised of an engine that cannot be seen."""
@@ -187,25 +183,19 @@ class WrappedAdapter(TransactionalAdapter):
         if self._memory is None:
             return False
         try:
-            self._memory.bind_update(manifest, strict=False)
+            self._memory.bind_update(manifest)
         except IncompatibleUpdate:
             return False
         return True
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Install through the adapter."""
-        self._has_begun = True
         self._pending = (manifest, tensors)
         self._written.update(manifest.table.rows)
         self._install(manifest, tensors)
 
     def prove(self) -> InstallProof:
-        """Ask the adapter, or read its engine.
-
-        Raises:
-            ProofFailed: the engine holds something else.
-
-        """
+        """Ask the adapter, or read its engine."""
         if self._has("prove"):
             proof = self._call("prove")
             if isinstance(proof, InstallProof):
@@ -215,26 +205,20 @@ class WrappedAdapter(TransactionalAdapter):
             return InstallProof(method="unproven")
         manifest = self._pending[0]
         try:
-            bound = self._memory.bind_update(manifest, strict=False)
+            bound = self._memory.bind_update(manifest)
         except IncompatibleUpdate as error:
             if self._fitted:
-                msg = (
+                raise ProofFailed(
                     f"the engine could hold version {manifest.weight_version} before the install "
                     f"and cannot now: {error}"
-                )
-                raise ProofFailed(msg) from error
+                ) from error
             # The adapter renames or fuses: what it installed has no counterpart to compare with.
             _LOG.warning("version %d is not proven: %s", manifest.weight_version, error)
             return InstallProof(method="unproven")
         return self._memory.prove(bound, manifest)
 
     def undo(self) -> None:
-        """Undo through the adapter, from the copy, or by installing the previous version again.
-
-        Raises:
-            TornEngine: there is nothing to go back to.
-
-        """
+        """Undo through the adapter, from the copy, or by installing the previous version again."""
         if self._pending is None:
             return
         if self._has("undo"):
@@ -247,30 +231,43 @@ class WrappedAdapter(TransactionalAdapter):
             self._bring_published_back()
         elif self._previous is not None:
             self._require_covered(self._previous[0])
-            _require_unwritten(*self._previous, num_threads=self._num_threads)
+            self._require_unwritten(*self._previous)
             self._install(*self._previous)
         else:
-            msg = (
+            raise TornEngine(
                 "the first install failed and cannot be undone: the adapter's engine cannot be "
                 f"seen. Pass initial_weights= to RolloutExecutor. {_SHOW_IT}, or add undo()."
             )
-            raise TornEngine(msg)
         self._end()
 
     def _require_covered(self, previous: WeightUpdateManifest) -> None:
         """Make sure that installing the previous version replaces whatever was written since."""
         missing = sorted(self._written - previous.table.rows.keys())
         if missing:
-            msg = (
+            raise TornEngine(
                 f"the undo would install version {previous.weight_version} again, which does not "
                 f"have {missing[0]!r} ({len(missing)} tensors of the failed update). Publish "
                 f"whole versions, or add undo() to the adapter. {_SHOW_IT}."
             )
-            raise TornEngine(msg)
+
+    def _require_unwritten(
+        self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Make sure that the previous version is still what was imported: its user may write it."""
+        if not isinstance(tensors, ImportedTensors):
+            return
+        if tensors.pin.view is not None:
+            tensors.pin.view.refresh(tensors.pin.address, tensors.pin.nbytes)
+        plan = tensors.pin.place.plan(manifest.table.nbytes_column)
+        if plan.digest(tensors.addresses, num_threads=self._num_threads) != manifest.digests:
+            raise TornEngine(
+                f"the undo needs version {manifest.weight_version}, and somebody wrote into its "
+                "tensors. Do not write to what update_weights returns, or add undo() to the "
+                "adapter."
+            )
 
     def _end(self) -> None:
         self._pending = self._copied = None
-        self._has_begun = False
         self._written.clear()
 
     def _bring_published_back(self) -> None:
@@ -285,11 +282,11 @@ class WrappedAdapter(TransactionalAdapter):
         if not isinstance(tensors, ImportedTensors) or tensors.held is None:
             return
         if tensors.pin.view is not None and self._fits(manifest):
-            self._memory.rewrite(manifest, tensors, strict=False)
+            self._memory.rewrite(manifest, tensors)
 
     def abandon(self) -> None:
         """Forget what was prepared, unless an earlier install still has to be undone."""
-        if not self._has_begun:
+        if not self._written:
             self._end()
         self._call("abandon")
 
@@ -335,110 +332,29 @@ def _has(adapter: object, verb: str) -> bool:
     return callable(getattr(adapter, verb, None))
 
 
-def _require_adapter(adapter: object) -> None:
-    """Make sure that an adapter can install and release.
-
-    Raises:
-        TypeError: it cannot, or is a class and no object.
-
-    """
-    missing = [verb for verb in ("install", "release") if not _has(adapter, verb)]
-    kind = type(adapter).__name__
-    if isinstance(adapter, type):
-        msg = (
-            f"weight_install_adapter: got the class {adapter.__name__}, expected an object of it. "
-            f"Make one, such as {adapter.__name__}(engine)."
-        )
-    elif missing and isinstance(adapter, torch.nn.Module | Mapping):
-        msg = (
-            f"weight_install_adapter: got a {kind}, which is an engine and no adapter. Pass "
-            "ModuleInstallAdapter(engine), or an adapter of your own that holds it."
-        )
-    elif missing:
-        msg = (
-            f"weight_install_adapter: {kind} has no {' and no '.join(missing)}. An adapter needs "
-            "install(manifest, tensors) and release(update_id); one that keeps nothing for an "
-            "update has a release that does nothing."
-        )
-    else:
-        _require_signatures(adapter)
-        return
-    raise TypeError(msg)
-
-
-def _interface() -> tuple[dict[str, inspect.Signature], list[str]]:
-    """Methods of a `TransactionalAdapter` with their signatures, and its properties."""
-    methods, properties = {}, []
-    for name, item in vars(TransactionalAdapter).items():
-        if isinstance(item, property):
-            properties.append(name)
-        elif not name.startswith("_") and inspect.isfunction(item):
-            _self, *given = inspect.signature(item).parameters.values()
-            methods[name] = inspect.Signature(given)
-    return methods, properties
-
-
-_METHODS, _PROPERTIES = _interface()
-# What is called of an adapter that has only some of the verbs.
+# What is called of an adapter that has only some of the verbs, and what of the others.
 _OF_ANY = ("prepare", "install", "prove", "undo", "abandon", "commit", "release")
+_OF_ALL = [name for name, item in vars(TransactionalAdapter).items() if inspect.isfunction(item)]
+_ASKED = [name for name, item in vars(TransactionalAdapter).items() if isinstance(item, property)]
 
 
-def _require_signatures(adapter: object, verbs: Iterable[str] = _OF_ANY) -> None:
-    """Make sure that methods can be called as they will be: in an update it would be too late.
-
-    Raises:
-        TypeError: one cannot.
-
-    """
-    kind = type(adapter).__name__
-    for verb in verbs:
-        method = getattr(adapter, verb, None)
-        if callable(method):
-            given = _METHODS[verb].parameters.values()
-            named = [one.name for one in given if one.kind is one.KEYWORD_ONLY]
-            others = [one.name for one in given if one.kind is not one.KEYWORD_ONLY]
-            require_call(method, f"weight_install_adapter: {kind}.{verb}", others, named)
-
-
-def _require_properties(adapter: TransactionalAdapter) -> None:
-    """Make sure that what is asked without a call is no method: that would be true in any case.
-
-    Raises:
-        TypeError: one is.
-
-    """
-    for name in _PROPERTIES:
-        if inspect.isroutine(inspect.getattr_static(type(adapter), name)):
-            msg = (
-                f"weight_install_adapter: {type(adapter).__name__}.{name} is a method, expected a "
-                "property or a value: it is asked without a call. Write @property above it."
-            )
-            raise TypeError(msg)
-
-
-def _require_unwritten(
-    manifest: WeightUpdateManifest,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    num_threads: int | None,
-) -> None:
-    """Make sure that a retained version is still what was imported: its user may write to it.
-
-    Raises:
-        TornEngine: it is not, and nothing else could restore the engine.
-
-    """
-    if not isinstance(tensors, ImportedTensors):
-        return
-    if tensors.pin.view is not None:
-        tensors.pin.view.refresh(tensors.pin.address, tensors.pin.nbytes)
-    plan = tensors.pin.place.plan(manifest.table.nbytes_column)
-    if plan.digest(tensors.addresses, num_threads=num_threads) != manifest.digests:
-        msg = (
-            f"the undo needs version {manifest.weight_version}, and somebody wrote into its "
-            "tensors. Do not write to what update_weights returns, or add undo() to the adapter."
+def _require_verb(adapter: object, verb: str) -> None:
+    """Make sure that a method can be called as it will be: in an undo it would be too late."""
+    method, what = getattr(adapter, verb), f"{type(adapter).__name__}.{verb}"
+    require_plain(method, f"weight_install_adapter: {what}")
+    _self, *given = inspect.signature(getattr(TransactionalAdapter, verb)).parameters.values()
+    by_name = [one.name for one in given if one.kind is one.KEYWORD_ONLY]
+    try:
+        inspect.signature(method).bind(
+            *given[: len(given) - len(by_name)], **dict.fromkeys(by_name)
         )
-        raise TornEngine(msg)
+    except ValueError:
+        pass  # written in C: Python cannot tell
+    except TypeError as error:
+        told = ", ".join(one.name for one in given)
+        raise TypeError(
+            f"{what} cannot be called with ({told}): {error}. Give it these parameters."
+        ) from None
 
 
 def as_transactional(
@@ -451,13 +367,29 @@ def as_transactional(
 
     Raises:
         TypeError: an adapter that cannot install or release, or a method of it that cannot be
-            called as it will be.
+            called as it will be, or is a coroutine's.
         ValueError: less than one thread.
 
     """
     checked_threads(num_threads)
+    lacking = [verb for verb in ("install", "release") if not _has(adapter, verb)]
+    if lacking or isinstance(adapter, type):
+        raise TypeError(
+            f"weight_install_adapter: got {kind_of(adapter)}, which has no "
+            f"{' and no '.join(lacking) or 'engine yet'}, expected an adapter. For a module or a "
+            "dict of tensors of this process that is ModuleInstallAdapter(engine); one of your own "
+            "needs install(manifest, tensors) and release(update_id)."
+        )
+    for verb in _OF_ALL if isinstance(adapter, TransactionalAdapter) else _OF_ANY:
+        if _has(adapter, verb):
+            _require_verb(adapter, verb)
     if not isinstance(adapter, TransactionalAdapter):
         return WrappedAdapter(adapter, initial=initial, num_threads=num_threads)
-    _require_signatures(adapter, _METHODS)
-    _require_properties(adapter)
+    for name in _ASKED:
+        if inspect.isroutine(inspect.getattr_static(type(adapter), name)):
+            raise TypeError(
+                f"weight_install_adapter: {type(adapter).__name__}.{name} is a method, expected a "
+                "property or a value: asked without a call, it would be true. Write @property "
+                "above it."
+            )
     return adapter

@@ -11,6 +11,7 @@ works out the scaling of each module; PEFT's configuration, in which it follows 
 carried for those who write a directory that PEFT reads.
 """
 
+import json
 import math
 import re
 from collections import Counter
@@ -172,11 +173,10 @@ class AdapterSpec(Frozen):
         """
         given = metadata.get(_KEY)
         if not isinstance(given, Mapping):
-            msg = (
+            raise MalformedManifest(
                 f'the layout is of kind {ADAPTER!r}, and metadata["adapter"] is a '
                 f"{type(given).__name__}, expected a mapping. {_REMEDY}"
             )
-            raise MalformedManifest(msg)
         return cls(**given)
 
     def to_metadata(self, metadata: Mapping[str, JSONValue] | None = None) -> dict[str, JSONValue]:
@@ -189,11 +189,10 @@ class AdapterSpec(Frozen):
         layout = WeightLayout.from_metadata(metadata)
         given = dict((metadata or {}).get("layout") or {})
         if given.get("kind", ADAPTER) != ADAPTER:
-            msg = (
+            raise MalformedManifest(
                 f"metadata['layout'] is of kind {layout.kind!r}, expected {ADAPTER!r} for an "
                 "update of an adapter. Leave the kind out."
             )
-            raise MalformedManifest(msg)
         spec = {one: thaw(getattr(self, one)) for one in type(self).model_fields}
         return {**(metadata or {}), "layout": {**given, "kind": ADAPTER}, _KEY: spec}
 
@@ -219,6 +218,32 @@ class AdapterSpec(Frozen):
             LoRAPair(module=module, a=a, b=b, rank=shapes[a][0], scaling=self.scaling_of(module))
             for module, a, b in _checked_pairs(self.name, shapes)
         ]
+
+    def peft_text(self) -> bytes:
+        """PEFT's ``adapter_config.json``."""
+        config = thaw(self.config)
+        assert isinstance(config, dict)  # as it was checked
+        whole = {"peft_type": "LORA", **config, "inference_mode": True}
+        return json.dumps(whole, indent=2, sort_keys=True).encode()
+
+    def misread(self, shapes: Shapes) -> dict[str, float]:
+        """Modules that PEFT would scale otherwise by its configuration, such as after set_scale().
+
+        Args:
+            shapes: as for `pairs`.
+
+        Returns:
+            module -> the factor that PEFT would take.
+
+        Raises:
+            IncompatibleUpdate: as for `pairs`.
+            MalformedManifest: the configuration has no rank or alpha.
+
+        """
+        modules = [pair.module for pair in self.pairs(shapes)]
+        read = type(self).of_peft(self.name, json.loads(self.peft_text()), modules)
+        theirs = {module: read.scaling_of(module) for module in modules}
+        return {one: own for one, own in theirs.items() if own != self.scaling_of(one)}
 
     def others(self, names: Iterable[str]) -> list[str]:
         """Names of tensors that belong to no pair: saved modules, biases, magnitudes."""
@@ -248,23 +273,17 @@ def _as_json(value: Any) -> JSONValue:
 
 
 def _scaling(name: str, config: Mapping[str, Any], module: str) -> float:
-    """A module's factor by PEFT's rules: the first pattern that fits the end of its name decides.
-
-    Raises:
-        MalformedManifest: the configuration has no such numbers.
-
-    """
+    """A module's factor by PEFT's rules: the first pattern that fits its end decides."""
 
     def number(key: str, pattern_key: str) -> float:
         patterns: Mapping[str, Any] = config.get(pattern_key) or {}
         fits = (value for one, value in patterns.items() if re.match(rf"(.*\.)?({one})$", module))
         value = next(fits, config.get(key))
         if not _is_number(value) or not value:
-            msg = (
+            raise MalformedManifest(
                 f"adapter {name!r}: {key} is {value!r} in PEFT's configuration, expected a number "
                 f"other than 0. Pass what peft_config.to_dict() gives."
             )
-            raise MalformedManifest(msg)
         return float(value)
 
     rank, alpha = number("r", "rank_pattern"), number("lora_alpha", "alpha_pattern")
@@ -272,12 +291,7 @@ def _scaling(name: str, config: Mapping[str, Any], module: str) -> float:
 
 
 def _checked_pairs(adapter: str, shapes: Shapes) -> list[tuple[str, str, str]]:
-    """Module, name of A and name of B, of each module that has one of them.
-
-    Raises:
-        IncompatibleUpdate: a matrix without the other one, or with another rank; no pair.
-
-    """
+    """Module, name of A and name of B, of each module that has one of them."""
     found: dict[str, tuple[str, str, str]] = {}
     for name in shapes:
         match = _PAIR.match(name)
@@ -288,32 +302,28 @@ def _checked_pairs(adapter: str, shapes: Shapes) -> list[tuple[str, str, str]]:
         module = path.removeprefix(PEFT_ROOT)
         pair = (module, f"{path}.{a}{end}", f"{path}.{b}{end}")
         if found.setdefault(module, pair) != pair:
-            msg = (
+            raise IncompatibleUpdate(
                 f"adapter {adapter!r}: module {module!r} has {name!r} and {found[module][1]!r}, of "
                 "two pairs, expected one pair. Publish what get_peft_model_state_dict() gives."
             )
-            raise IncompatibleUpdate(msg)
     if not found:
-        msg = (
+        raise IncompatibleUpdate(
             f"adapter {adapter!r}: none of its {len(shapes)} tensors is a lora_A, such as "
             f"{PEFT_ROOT}layers.0.q_proj.lora_A.weight. Publish what PEFT's "
             "get_peft_model_state_dict() gives."
         )
-        raise IncompatibleUpdate(msg)
     for module, a, b in found.values():
         if a not in shapes or b not in shapes:
             has, lacks = (a, b) if a in shapes else (b, a)
-            msg = (
+            raise IncompatibleUpdate(
                 f"adapter {adapter!r}: module {module!r} has {has!r} and no {lacks!r}: half of a "
                 "pair says nothing. Publish both."
             )
-            raise IncompatibleUpdate(msg)
         one, other = shapes[a], shapes[b]
         if len(one) != _MATRIX or len(other) != _MATRIX or one[0] != other[1] or not one[0]:
-            msg = (
+            raise IncompatibleUpdate(
                 f"adapter {adapter!r}: {a!r} of shape {list(one)} and {b!r} of shape "
                 f"{list(other)}, expected matrices (r, in) and (out, r). Leave a module of another "
                 "kind out of target_modules."
             )
-            raise IncompatibleUpdate(msg)
     return list(found.values())

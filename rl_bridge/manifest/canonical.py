@@ -58,15 +58,17 @@ _ENCODER = json.JSONEncoder(
 
 
 def _no_constant(text: str) -> NoReturn:
-    msg = f"manifest JSON holds {text}, which is no JSON number. Remove it from the metadata."
-    raise MalformedManifest(msg)
+    raise MalformedManifest(
+        f"manifest JSON holds {text}, which is no JSON number. Remove it from the metadata."
+    )
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):  # 1e999 reads as infinity, which could not be written again
-        msg = f"manifest JSON holds {text[:48]}, which is too large. Remove it from the metadata."
-        raise MalformedManifest(msg)
+        raise MalformedManifest(
+            f"manifest JSON holds {text[:48]}, which is too large. Remove it from the metadata."
+        )
     return value
 
 
@@ -75,11 +77,10 @@ def _unique(pairs: list[tuple[str, JSONValue]]) -> dict[str, JSONValue]:
     if len(found) != len(pairs):
         times = Counter(key for key, _ in pairs)
         twice = sorted(key for key, count in times.items() if count > 1)
-        msg = (
+        raise MalformedManifest(
             f"manifest JSON repeats the keys {twice[:_SHOWN]}: two readers could read two "
             f"manifests. {RESEND}"
         )
-        raise MalformedManifest(msg)
     return found
 
 
@@ -119,27 +120,25 @@ def decode_json(
     try:
         return (_LONG_DECODER if has_long_strings else _DECODER).raw_decode(text, start)
     except (ValueError, RecursionError) as error:
-        msg = f"manifest text is no valid JSON: {error}. {RESEND}"
-        raise MalformedManifest(msg) from error
+        raise MalformedManifest(f"manifest text is no valid JSON: {error}. {RESEND}") from error
 
 
 def _number(value: float, where: str) -> float:
     if isinstance(value, int):
         if -_MAX_INT < value < _MAX_INT:
             return int(value)
-        msg = f"{where}: an integer of over 4300 digits cannot be read again. Use a string."
-        raise MalformedManifest(msg)
+        raise MalformedManifest(
+            f"{where}: an integer of over 4300 digits cannot be read again. Use a string."
+        )
     if math.isfinite(value):
         return float(value)
-    msg = f"{where}: {value} cannot be written as JSON. Use None or a string."
-    raise MalformedManifest(msg)
+    raise MalformedManifest(f"{where}: {value} cannot be written as JSON. Use None or a string.")
 
 
 def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSONValue:
     """Copy a JSON value into read-only form: mappings as proxies, lists as tuples."""
     if depth > _MAX_DEPTH:
-        msg = f"{where}: nested deeper than {_MAX_DEPTH} levels. Flatten it."
-        raise MalformedManifest(msg)
+        raise MalformedManifest(f"{where}: nested deeper than {_MAX_DEPTH} levels. Flatten it.")
     kind = type(value)
     if kind in _CONSTANT or isinstance(value, str):
         return value
@@ -149,11 +148,10 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
         frozen: dict[str, JSONValue] = {}
         for key, item in value.items():
             if not isinstance(key, str):
-                msg = (
+                raise MalformedManifest(
                     f"{where}: key {key!r} is {type(key).__name__}, expected str. Write it as a "
                     "string."
                 )
-                raise MalformedManifest(msg)
             # Most are plain: no `where` has to be made for them. (At the limit `freeze` refuses.)
             kind = type(item)
             is_plain = (
@@ -171,11 +169,10 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
     remedy = "Convert it, or leave it out."
     if callable(getattr(value, "tolist", None)):  # numpy's and torch's
         remedy = "Convert it: .item() gives a plain number, .tolist() a list."
-    msg = (
+    raise MalformedManifest(
         f"{where}: {type(value).__name__} cannot travel in a manifest, "
         f"expected str, int, float, bool, None, list or dict. {remedy}"
     )
-    raise MalformedManifest(msg)
 
 
 def thaw(value: JSONValue) -> JSONValue:
@@ -221,8 +218,9 @@ class Frozen(BaseModel):
         self.__delattr__(name)
 
     def __delattr__(self, name: str) -> None:
-        msg = f"{type(self).__name__}.{name} cannot be changed: it never changes once it is made."
-        raise AttributeError(msg)
+        raise AttributeError(
+            f"{type(self).__name__}.{name} cannot be changed: it never changes once it is made."
+        )
 
 
 _EXPECTED = "Input should be "  # as pydantic begins most of its messages

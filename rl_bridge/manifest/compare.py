@@ -47,12 +47,7 @@ class Policy(StrEnum):
 
 
 def checked_policy(option: str, value: object) -> Policy:
-    """Check what an option says is to be done about findings.
-
-    Raises:
-        ValueError: it is no policy; the text names those that there are.
-
-    """
+    """Check what an option says is to be done about findings."""
     if not isinstance(value, str) or value not in set(Policy):
         expected = ", ".join(repr(str(policy)) for policy in Policy)
         raise ValueError(f"{option}={value!r} is no policy, expected one of {expected}.")
@@ -111,27 +106,35 @@ class Watch:
     """Knows the updates of a run, one stream for each adapter and one for the model itself.
 
     An update is judged before it is published (or installed), and noted once it is.
+
+    Attributes:
+        is_on: whether there is a policy; else nothing is looked for or remembered.
+
     """
 
-    def __init__(self) -> None:
-        """Know no update yet."""
-        self._streams: OrderedDict[str, _Stream] = OrderedDict()
-
-    def judge(self, policy: Policy, update: WeightUpdateManifest, *, logs: bool = True) -> None:
-        """Log what is suspicious about an update, or refuse it.
+    def __init__(self, policy: Policy = Policy.WARN) -> None:
+        """Know no update yet.
 
         Args:
             policy: off: nothing is looked for. Warn: findings are logged. Reject: an update with a
                 finding is refused.
+
+        """
+        self._policy, self.is_on = policy, policy is not Policy.OFF
+        self._streams: OrderedDict[str, _Stream] = OrderedDict()
+
+    def judge(self, update: WeightUpdateManifest, *, logs: bool = True) -> None:
+        """Log what is suspicious about an update, or refuse it.
+
+        Args:
             update: comes next.
             logs: False where another rank of its group logs the same.
 
-        Raises:
-            SuspiciousUpdate: it is refused.
-
         """
+        if not self.is_on:
+            return
         before = self._streams.get(_key(update))
-        if policy is Policy.OFF or before is None or before.latest.update_id == update.update_id:
+        if before is None or before.latest.update_id == update.update_id:
             return
         if before.latest.publisher_id != update.publisher_id:
             return  # another run may begin with what the engine holds
@@ -142,7 +145,7 @@ class Watch:
         # a learning rate of 0. (No refusal by default: a version that engines refused, or that was
         # undone, may well be published once more under a new number.)
         is_told = before.num_idle > 0 if len(before.runs) else before.num_idle != 1
-        if is_idle and (policy is Policy.REJECT or not is_told):
+        if is_idle and (self._policy is Policy.REJECT or not is_told):
             findings.append(_idle(before.latest, update))
         if not is_idle and update.root in before.roots and not before.is_old:
             findings.append(_old(update, before.roots[update.root]))
@@ -150,14 +153,14 @@ class Watch:
             findings += _fallen_silent(before, update, _silent(before, update, changed))
         if other := _other_dtypes(before.latest.table, update.table):
             findings.append(_retyped(before.latest, update, other))
-        if findings and policy is Policy.REJECT:
+        if findings and self._policy is Policy.REJECT:
             raise SuspiciousUpdate(" ".join(findings))
         for finding in findings if logs else ():
             _LOG.warning("suspicious update: %s", finding)
 
-    def note(self, policy: Policy, update: WeightUpdateManifest) -> None:
+    def note(self, update: WeightUpdateManifest) -> None:
         """Remember an update that was published; without a policy there is nothing to remember."""
-        if policy is Policy.OFF:
+        if not self.is_on:
             return
         key = _key(update)
         before = self._streams.get(key)

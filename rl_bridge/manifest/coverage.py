@@ -283,34 +283,32 @@ def _check_piece(rank: int, local: str, pattern: _Pattern, name: str) -> None:
     who = f"rank {rank}: tensor {local!r}: its piece of {name!r}"
     numbers = (*pattern.global_shape, *pattern.offset, *pattern.shape, *pattern.local_offset)
     if any(type(n) is not int or n < 0 for n in (*numbers, *pattern.local_shape, pattern.replica)):
-        msg = (
+        raise RangeBeyondSegment(
             f"{who} has numbers that are no int of 0 or more: {pattern._asdict()}. Give plain "
             "ints, such as tuple(tensor.shape)."
         )
-        raise RangeBeyondSegment(msg)
     if max(prod(max(n, 1) for n in pattern.global_shape), *numbers, 0) > _MAX_INT >> 4:
-        msg = f"{who} does not fit 63 bits: {pattern._asdict()}. Give the placement as it is."
-        raise RangeBeyondSegment(msg)
+        raise RangeBeyondSegment(
+            f"{who} does not fit 63 bits: {pattern._asdict()}. Give the placement as it is."
+        )
     whole, mine = pattern.global_shape, pattern.local_shape
     if pattern.is_flat:
         whole, mine = (prod(whole),), (prod(mine),)
     dims = {len(whole), len(mine), len(pattern.offset), len(pattern.shape)}
     if len(dims | {len(pattern.local_offset)}) != 1:
-        msg = (
+        raise RangeBeyondSegment(
             f"{who} has offset {list(pattern.offset)}, shape {list(pattern.shape)}, local offset "
             f"{list(pattern.local_offset)} in a tensor of shape {list(pattern.local_shape)}, and "
             f"the whole has {list(pattern.global_shape)}: expected one number per dimension each. "
             "Use is_flat=True for ranges of elements."
         )
-        raise RangeBeyondSegment(msg)
     for what, offset, limit in (("", pattern.offset, whole), ("own ", pattern.local_offset, mine)):
         box = box_of(offset, pattern.shape)
         if any(hi > size for hi, size in zip(box[1], limit, strict=True)):
-            msg = (
+            raise RangeBeyondSegment(
                 f"{who} is said to lie at {shown(box)} of the {what or 'whole '}tensor, which "
                 f"has the shape {list(limit)}. Give the offsets and shapes of this rank's shard."
             )
-            raise RangeBeyondSegment(msg)
 
 
 def _check_local(rank: int, local: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
@@ -328,12 +326,11 @@ def _check_local(rank: int, local: str, shape: tuple[int, ...], pieces: Sequence
     overlap = find_overlap(boxes)
     if overlap is not None:
         one, other = overlap
-        msg = (
+        raise IncompleteCoverage(
             f"rank {rank}: tensor {local!r}: its pieces of {names[one]!r} and {names[other]!r} lie "
             f"at the same place of it, {shown(boxes[one])} and {shown(boxes[other])}. Give each "
             "piece its own local_offset."
         )
-        raise IncompleteCoverage(msg)
 
 
 # ---- one tensor ---------------------------------------------------------------------------------
@@ -346,17 +343,15 @@ def _check_agreement(name: str, pieces: Sequence[Held]) -> None:
         if one.dtype == dtype and one.piece.global_shape == shape:
             continue
         if one.dtype != dtype:
-            msg = (
+            raise RanksDisagree(
                 f"tensor {name!r}: rank {first.rank} holds it as {dtype}, rank {one.rank} as "
                 f"{one.dtype}. Cast it to one dtype on every rank before publishing."
             )
-            raise RanksDisagree(msg)
-        msg = (
+        raise RanksDisagree(
             f"tensor {name!r}: rank {first.rank} says that the whole has the shape {list(shape)}, "
             f"rank {one.rank} says {list(one.piece.global_shape)}. Give the same model on every "
             "rank."
         )
-        raise RanksDisagree(msg)
 
 
 def _prove_tensor(name: str, pieces: Sequence[Held]) -> None:
@@ -366,12 +361,11 @@ def _prove_tensor(name: str, pieces: Sequence[Held]) -> None:
     originals = {_range(one) for one in counted}
     for one in pieces:
         if one.piece.replica and prod(one.piece.shape) and _range(one) not in originals:
-            msg = (
+            raise IncompleteCoverage(
                 f"tensor {name!r}: rank {one.rank} names {_where(one)} replica "
                 f"{one.piece.replica}, but no rank holds exactly this range as replica 0. Cut "
                 "replicas as the copy that counts is cut."
             )
-            raise IncompleteCoverage(msg)
 
 
 def _range(one: Held) -> tuple[object, ...]:
@@ -399,11 +393,10 @@ def _prove_boxes(name: str, pieces: Sequence[Held], shape: tuple[int, ...]) -> N
         boxes += mine
         owners += [one] * len(mine)
     if len(boxes) > _MAX_BOXES:
-        msg = (
+        raise IncompleteCoverage(
             f"tensor {name!r} is cut into {len(boxes)} boxes, expected at most {_MAX_BOXES}. Cut "
             "it along fewer dimensions."
         )
-        raise IncompleteCoverage(msg)
     overlap = find_overlap(boxes)
     if overlap is not None:
         first, second = overlap

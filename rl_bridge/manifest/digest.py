@@ -127,11 +127,10 @@ class RootPlan:
         """Root (16 bytes) of the update whose tensor digests are `digests`, in layout order."""
         expected = self._num_digests * DIGEST_NBYTES
         if len(digests) != expected:
-            msg = (
+            raise MalformedManifest(
                 f"digest block has {len(digests)} bytes, expected {expected}: {DIGEST_NBYTES} for "
                 "each tensor of the layout. Send WeightUpdateManifest.to_json() as it is."
             )
-            raise MalformedManifest(msg)
         if not expected:  # a rank of a group may hold nothing
             return xxhash.xxh3_128_digest(b"")
         ordered = np.frombuffer(digests, DIGEST)[self._order]

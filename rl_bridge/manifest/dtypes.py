@@ -93,8 +93,7 @@ def dtype_nbytes(dtype: str, *, tensor: str = "?") -> int:
         return DTYPE_NBYTES[dtype]
     except (KeyError, TypeError):
         known = ", ".join(sorted(DTYPE_NBYTES))
-        msg = (
+        raise UnknownDtype(
             f"tensor {tensor!r}: unknown dtype {dtype!r}, expected one of {known}. "
             "Cast the tensor before publishing, or update rl_bridge on this side."
-        )
-        raise UnknownDtype(msg) from None
+        ) from None

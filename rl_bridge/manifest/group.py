@@ -14,7 +14,6 @@ from pydantic import InstanceOf
 
 from rl_bridge.errors import DigestMismatch, MalformedManifest, RanksDisagree
 from rl_bridge.manifest.canonical import RESEND, JSONValue, canonical_json
-from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import LayoutCache, WeightUpdateManifest
 from rl_bridge.manifest.table import Layout, TensorTable
@@ -57,7 +56,7 @@ class GroupManifest(WeightUpdateManifest):
     DERIVED: ClassVar[frozenset[str]] = frozenset(
         {"columns", "handle", "source_rank", "source_worker", "table", "transport"}
     )
-    known_layouts: ClassVar[LayoutCache[GroupLayout]] = LayoutCache(8)  # type: ignore[assignment]  # layouts of its own kind
+    known_layouts: ClassVar[LayoutCache[GroupLayout]] = LayoutCache(8)
 
     parts: tuple[InstanceOf[WeightUpdateManifest], ...]
     layout: InstanceOf[GroupLayout]
@@ -106,68 +105,59 @@ class GroupManifest(WeightUpdateManifest):
         )
 
     def _check_fields(self) -> None:
-        self._require_mapping("metadata")
         self._check_parts()
         self._check_digests()
-        self._check_adapter()
 
     def _check_parts(self) -> None:
         layout, world = self.layout, len(self.parts)
         if world != layout.world_size:
-            msg = (
+            raise RanksDisagree(
                 f"version {self.weight_version}: the group has {world} parts, its layout is of "
                 f"{layout.world_size} ranks. {RESEND}"
             )
-            raise RanksDisagree(msg)
         for rank, part in enumerate(self.parts):
             mine = part.weight_layout
             if mine.kind != self._kind:
-                msg = (
+                raise RanksDisagree(
                     f"version {self.weight_version}: the part of rank {rank} is of kind "
                     f"{mine.kind!r}, that of rank 0 of kind {self._kind!r}. Publish the same "
                     "adapter from every rank, or the model's weights."
                 )
-                raise RanksDisagree(msg)
             specs = [one.adapter for one in (self.parts[0], part)]
             if len({spec.digest for spec in specs if spec is not None}) > 1:
-                msg = (
+                raise RanksDisagree(
                     f"version {self.weight_version}: the part of rank {rank} is of adapter "
                     f"{specs[1]!r:.200}, that of rank 0 of {specs[0]!r:.200}. Publish the same "
                     "adapter, of the same configuration and scaling, from every rank."
                 )
-                raise RanksDisagree(msg)
             found = (part.weight_version, mine.rank, mine.world_size)
             if found != (self.weight_version, rank, world):
-                msg = (
+                raise RanksDisagree(
                     f"rank {rank} of {world} ranks, version {self.weight_version}: its part is of "
                     f"version {found[0]}, rank {found[1]} of {found[2]}. Publish the same version "
                     "from every rank, by rank."
                 )
-                raise RanksDisagree(msg)
             if part.layout_digest != layout.tables[rank].digest:
-                msg = (
+                raise DigestMismatch(
                     f"rank {rank}: its part has the layout {part.layout_digest}, the group says "
                     f"{layout.tables[rank].digest}. {RESEND}"
                 )
-                raise DigestMismatch(msg)
         ids = {part.update_id for part in self.parts} | {part.publisher_id for part in self.parts}
         if len(ids) != 2 * world:
-            msg = (
+            raise RanksDisagree(
                 f"version {self.weight_version}: two ranks' parts have the same id. Give each rank "
                 "a bridge of its own."
             )
-            raise RanksDisagree(msg)
         expected = (
             group_update_id(part.update_id for part in self.parts),
             self.parts[0].publisher_id,
         )
         if (self.update_id, self.publisher_id) != expected:
-            msg = (
+            raise DigestMismatch(
                 f"version {self.weight_version}: update {self.update_id} of {self.publisher_id} "
                 f"is not what its parts make, update {expected[0]} of {expected[1]}. "
                 f"{RESEND}"
             )
-            raise DigestMismatch(msg)
 
     def _check_digests(self) -> None:
         layout = self.layout
@@ -176,30 +166,23 @@ class GroupManifest(WeightUpdateManifest):
         unequal = layout.digest_plan.unequal(blocks)
         if unequal:
             first = unequal[0]
-            msg = (
+            raise RanksDisagree(
                 f"{name}: tensor {first.name!r} differs between rank {first.part} and rank "
                 f"{first.other_part}, which hold the same range of it as replicas "
                 f"({len(unequal)} such tensors). Make the ranks equal before publishing, or name "
                 "the ranges that they really hold."
             )
-            raise RanksDisagree(msg)
         wrong = layout.digest_plan.differing(blocks, self.digests)
         if wrong:
             tensor = layout.names[wrong[0]]
-            msg = (
+            raise DigestMismatch(
                 f"{name}: the digest of tensor {tensor!r} is not what its parts make "
                 f"({len(wrong)} such tensors). It was altered: ask the publisher for it again."
             )
-            raise DigestMismatch(msg)
 
     @property
     def _kind(self) -> str:
         return self.parts[0].weight_layout.kind
-
-    @property
-    def group_id(self) -> str:
-        """Whose stream of versions it is of: the publisher id of rank 0."""
-        return self.publisher_id
 
     @property
     def world_size(self) -> int:
@@ -209,14 +192,7 @@ class GroupManifest(WeightUpdateManifest):
     @property
     def is_unsharded_root(self) -> bool:
         """Whether `root` is the root that the same weights have in one unsharded update."""
-        return self.layout.digest_plan.is_unsharded
-
-    def whole_digest(self, name: str) -> bytes | None:
-        """The digest that a tensor has unsharded; None if only its assembly gives it."""
-        place = self.layout.places[name]
-        if self.layout.digest_plan.kinds[place] == "cut":
-            return None
-        return self.digests[place * DIGEST_NBYTES : (place + 1) * DIGEST_NBYTES]
+        return "cut" not in self.layout.digest_plan.kinds
 
     def _header_but_digests(self) -> dict[str, JSONValue]:
         return {
@@ -230,11 +206,11 @@ class GroupManifest(WeightUpdateManifest):
         }
 
     def header(self) -> dict[str, JSONValue]:
-        """See `Manifest`."""
+        """See `WeightUpdateManifest`."""
         return {**super().header(), "parts": [part.header() for part in self.parts]}
 
     def header_pieces(self) -> Iterator[str]:
-        """See `Manifest`."""
+        """See `WeightUpdateManifest`."""
         *before, last = super().header_pieces()
         at = last.rindex(',"publisher_id":')  # behind it no value is the user's own
         yield from before
@@ -256,8 +232,9 @@ class GroupManifest(WeightUpdateManifest):
         super()._decode_fields(header, layout)
         headers = header["parts"]
         if not isinstance(headers, list) or len(headers) != layout.world_size:
-            msg = f"{cls.KIND} field parts is no list of {layout.world_size} headers. {RESEND}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"{cls.KIND} field parts is no list of {layout.world_size} headers. {RESEND}"
+            )
         header["parts"] = tuple(map(_part, headers, layout.tables))
 
     @property

@@ -2,8 +2,8 @@
 
 Its JSON has three parts, in this order: ``format``, ``header`` (small, new for every update) and
 ``layout`` (large, the same for a whole run). Because the layout comes last and is canonical, a
-reader that knows the layout digest need not parse it again. `Manifest` is what this record has in
-common with that of a group (`rl_bridge.manifest.group`): text, layouts, copies, immutability.
+reader that knows the layout digest need not parse it again. The record of a group of ranks
+(`rl_bridge.manifest.group`) is a kind of this one.
 
 A manifest is valid from birth: an object that exists has passed every check that needs no weight
 bytes. It is frozen, and its header's digest lies beside the sealed bytes, so a transport that binds
@@ -13,7 +13,6 @@ the header (all built-in ones do) also refuses one whose fields were forced by w
 import base64
 import threading
 import time
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -66,12 +65,7 @@ _Handle = TypeVar("_Handle", bound=BaseModel)
 
 
 def _decode_base64(text: JSONValue, what: str) -> bytes:
-    """Read base64 text of one form: the standard alphabet, padded, no bit set that is of no byte.
-
-    Raises:
-        MalformedManifest: it is something else; the message says `what` it is.
-
-    """
+    """Read base64 of one form: the standard alphabet, padded, no bit set that is of no byte."""
     problem = "expected text of the standard alphabet, padded"
     try:
         # Pydantic reads it six times as fast as the standard library, and another alphabet too.
@@ -109,305 +103,6 @@ class LayoutCache(Generic[_Layout]):
             return layout
 
 
-class Manifest(Frozen):
-    """A manifest of either kind."""
-
-    FORMAT: ClassVar[str]
-    KIND: ClassVar[str]
-    """What messages call it."""
-    LAYOUT_FIELD: ClassVar[str]
-    """The field that holds the layout part."""
-    LAYOUT_TYPE: ClassVar[type[Layout]]
-    DERIVED: ClassVar[frozenset[str]] = frozenset()
-    """Fields that follow from others: the text leaves them out."""
-    known_layouts: ClassVar[LayoutCache[Any]]
-
-    weight_version: Annotated[StrictInt, Field(ge=0, lt=2**63)]
-    created_at: Annotated[StrictFloat, Field(allow_inf_nan=False)] = Field(
-        default_factory=time.time
-    )
-    metadata: FrozenJSON = Field(default_factory=dict)
-    digests: StrictBytes
-    root: StrictStr = ""
-
-    def __init__(self, /, **fields: Any) -> None:
-        """Validate `fields`; a wrong type is a `MalformedManifest`, not pydantic's own error."""
-        if "format" in fields:
-            msg = (
-                f"these are the parts of a {self.KIND}'s JSON (format, header, layout), not its "
-                f"fields. Read the text with {type(self).__name__}.from_json(text), the parsed "
-                f"document with {type(self).__name__}.model_validate(document)."
-            )
-            raise MalformedManifest(msg)
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise malformed(self.KIND, error) from error
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        root = self._layout_part.root_plan.root(self.digests).hex()
-        if not self.root:
-            self.__dict__["root"] = root  # the model is frozen, and still being made
-        elif self.root != root:
-            msg = (
-                f"version {self.weight_version}: the {self.KIND}'s root is {self.root}, its "
-                f"digests give {root}. The {self.KIND} was altered: ask the publisher for it again."
-            )
-            raise DigestMismatch(msg)
-        self._check_fields()
-        return self
-
-    @abstractmethod
-    def _check_fields(self) -> None:
-        """Check what concerns this kind alone; the root is the digests' by then."""
-
-    def _require_mapping(self, *names: str) -> None:
-        for name in names:
-            if not isinstance(getattr(self, name), Mapping):
-                msg = f"{self.KIND} {name} is no mapping. {RESEND}"
-                raise MalformedManifest(msg)
-
-    @property
-    def _layout_part(self) -> Layout:
-        layout: Layout = self.__dict__[self.LAYOUT_FIELD]
-        return layout
-
-    @property
-    def layout_digest(self) -> str:
-        """Name of the layout part."""
-        return self._layout_part.digest
-
-    @abstractmethod
-    def _header_but_digests(self) -> dict[str, JSONValue]:
-        """The update part without what is long: its digests, and those of parts.
-
-        Its values may be frozen.
-        """
-
-    @property
-    @abstractmethod
-    def header_digest(self) -> bytes:
-        """16 bytes over the update part: what a transport keeps beside the bytes that it names."""
-
-    def header(self) -> dict[str, JSONValue]:
-        """Plain JSON form of the update part."""
-        digests = base64.b64encode(self.digests).decode("ascii")
-        plain: dict[str, JSONValue] = thaw({**self._header_but_digests(), "digests": digests})
-        return plain
-
-    def header_pieces(self) -> Iterator[str]:
-        """Canonical JSON of `header`, in pieces: the digests are long, and need not be joined."""
-        # The digits of base64 are put in as they are: an encoder would look at each of them. The
-        # keys are sorted, and ``digests`` comes behind ``created_at``, which is a number.
-        text = self._short_text()
-        end = text.index(",", text.index('"created_at":'))
-        yield f'{text[:end]},"digests":"'
-        # What was read has been canonical base64: who compares it with its text writes it as it is.
-        digits = self.__dict__.pop(_DIGITS, None)
-        yield base64.b64encode(self.digests).decode("ascii") if digits is None else digits
-        yield f'"{text[end:]}'
-
-    def _short_text(self) -> str:
-        """Canonical JSON of the header without its digests."""
-        return canonical_json(self._header_but_digests())
-
-    @model_serializer(mode="plain")
-    def document(self) -> dict[str, Any]:
-        """Plain JSON form of the whole; what pydantic's own dumps give."""
-        layout = self._layout_part.document()
-        return {"format": self.FORMAT, "header": self.header(), "layout": layout}
-
-    @classmethod
-    def _prefix(cls) -> str:
-        return f'{{"format":"{cls.FORMAT}","header":'
-
-    def to_json(self, *, layout: bool = True) -> str:
-        """Canonical JSON text, ASCII.
-
-        Args:
-            layout: False leaves the layout part out. The reader must then have seen the layout
-                already, through an earlier full manifest of the same run.
-
-        """
-        head = f"{self._prefix()}{''.join(self.header_pieces())}"
-        return f"{head}{_LAYOUT_KEY}{self._layout_part.text}}}" if layout else f"{head}}}"
-
-    @classmethod
-    def is_text(cls, text: object) -> bool:
-        """Whether `text` begins like the JSON of a manifest of this kind."""
-        return isinstance(text, str) and text.startswith(cls._prefix())
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Read what `to_json` wrote, and nothing else: it must be canonical to the byte.
-
-        White space behind it is ignored: printed lines and files end with some.
-
-        Raises:
-            MalformedManifest: not the canonical text of a manifest of this format.
-            LayoutUnknown: compact text whose layout this process has not seen.
-            WeightManifestValidationError: its other subclasses, one per reason.
-
-        """
-        found = cls._ascii(text)
-        for kind in cls.__subclasses__():
-            if kind.is_text(found):
-                return kind.from_json(found)
-        if not cls.is_text(found):
-            cut = " and was cut off" if cls._prefix().startswith(found) else ""
-            msg = (
-                f"this is no {cls.KIND} of format {cls.FORMAT}: it starts with {found[:48]!r}"
-                f"{cut}. Send what to_json() gave, as it is (of a file its text, "
-                "Path(...).read_text()), with the same rl_bridge release on both sides."
-            )
-            raise MalformedManifest(msg)
-        at = len(cls._prefix())
-        header, end = decode_json(found, at, has_long_strings=len(found) > _LONG)
-        if not isinstance(header, dict):
-            raise MalformedManifest(f"the {cls.KIND}'s header is no JSON object. {RESEND}")
-        try:
-            manifest = cls.of_header(header, found[end:])
-            # Compared with what this manifest writes, not only with the canonical form of what was
-            # read: a loose number or a default that was left out would give one manifest two texts.
-            for piece in manifest.header_pieces():
-                if not found.startswith(piece, at):
-                    at = -1
-                    break
-                at += len(piece)
-        except RecursionError as error:
-            # Just below the depth at which decoding fails, later steps do.
-            msg = f"the {cls.KIND} nests too deep. {RESEND}"
-            raise MalformedManifest(msg) from error
-        if at != end:
-            msg = f"the {cls.KIND}'s header is not canonical JSON: it was rewritten. {RESEND}"
-            raise MalformedManifest(msg)
-        return manifest
-
-    @classmethod
-    def _ascii(cls, text: object) -> str:
-        if not isinstance(text, str | bytes):
-            given = type(text).__name__
-            msg = f"from_json got a {given}, expected a {cls.KIND}'s text. {RESEND}"
-            raise MalformedManifest(msg)
-        if type(text) is str and text.isascii():  # which takes no time
-            return text.rstrip(_WHITE)
-        try:
-            ascii_text = text.decode("ascii") if isinstance(text, bytes) else text
-            return ascii_text.encode("ascii").decode().rstrip(_WHITE)
-        except UnicodeError as error:
-            raise MalformedManifest(f"{cls.KIND} text is not ASCII: {error}. {RESEND}") from error
-
-    @classmethod
-    def of_header(cls, header: dict[str, JSONValue], rest: str) -> Self:
-        """Make the manifest of what was read of its header, and the text behind it.
-
-        Raises:
-            WeightManifestValidationError: the subclass says what is wrong.
-
-        """
-        layout = cls._find_layout(header.pop("layout_digest", None), rest)
-        expected = cls.model_fields.keys() - {cls.LAYOUT_FIELD} - cls.DERIVED
-        if expected != header.keys():
-            msg = (
-                f"{cls.KIND} fields {sorted(expected - header.keys())} are missing, "
-                f"{sorted(header.keys() - expected)} are unknown. {RESEND}"
-            )
-            raise MalformedManifest(msg)
-        if header["root"] == "":
-            msg = f"{cls.KIND} field root is missing: nothing ties the digests together. {RESEND}"
-            raise MalformedManifest(msg)
-        digits = header["digests"]
-        cls._decode_fields(header, layout)
-        manifest = cls(**header, **{cls.LAYOUT_FIELD: layout})
-        manifest.__dict__[_DIGITS] = digits
-        return manifest
-
-    @classmethod
-    def _decode_fields(cls, header: dict[str, JSONValue], layout: Any) -> None:
-        """Give the header's fields the form that the model takes."""
-        del layout
-        header["digests"] = _decode_base64(header["digests"], f"{cls.KIND} field digests")
-
-    @classmethod
-    def _find_layout(cls, digest: JSONValue, rest: str) -> Layout:
-        """Find the layout by its digest, or parse it from the text behind the header."""
-        if not isinstance(digest, str):
-            raise MalformedManifest(f"{cls.KIND} field layout_digest is missing. {RESEND}")
-        known: Layout | None = cls.known_layouts.get(digest)
-        if rest == "}":
-            if known is None:
-                msg = (
-                    f"the {cls.LAYOUT_TYPE.KIND} {digest} is unknown in this process. Send one "
-                    f"full manifest of this run first: {cls.__name__}.to_json() with layout=True."
-                )
-                raise LayoutUnknown(msg)
-            return known
-        if not rest.startswith(_LAYOUT_KEY) or not rest.endswith("}"):
-            msg = (
-                f"after the {cls.KIND}'s header stands {rest[:32]!r}, expected its layout or the "
-                f"end: it was changed or cut off. {RESEND}"
-            )
-            raise MalformedManifest(msg)
-        text = rest[len(_LAYOUT_KEY) : -1]
-        found = text_digest(text)
-        if found != digest:
-            msg = (
-                f"the {cls.LAYOUT_TYPE.KIND}'s digest is {found}, the {cls.KIND} names {digest}. "
-                "It was altered: ask the publisher for it again."
-            )
-            raise DigestMismatch(msg)
-        if known is None:
-            known = cls.known_layouts.add(cls.LAYOUT_TYPE.from_text(text))
-        return known
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _from_document(cls, value: Any, handler: Any) -> Any:
-        # What `document` gives may come back through pydantic (a field of the user's own model).
-        if not isinstance(value, Mapping) or "format" not in value:
-            return handler(value)
-        try:
-            text = canonical_json(thaw(value))
-        except (TypeError, ValueError, RecursionError) as error:
-            msg = f"the {cls.KIND}'s document is no JSON value: {error}. {RESEND}"
-            raise MalformedManifest(msg) from error
-        return cls.from_json(text)
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copy with changed fields; unlike pydantic's own, the copy is validated."""
-        del deep  # every part is immutable
-        changes = dict(update or {})
-        if changes.keys() & {"digests", self.LAYOUT_FIELD}:
-            changes.setdefault("root", "")
-        fields = {name: self.__dict__[name] for name in type(self).model_fields}
-        return type(self)(**{**fields, **changes})
-
-    def __copy__(self) -> Self:
-        return self  # every part is immutable
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        return self
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        """Pickle as canonical JSON: a user's own multiprocessing queues may carry manifests."""
-        return (type(self).from_json, (self.to_json(),))
-
-    def __hash__(self) -> int:
-        return hash((self.weight_version, self.root))
-
-    @property
-    @abstractmethod
-    def _summary(self) -> str:
-        """What `repr` says beside the class: enough for one line of a log."""
-
-    def __repr__(self) -> str:
-        """Name the update on one line instead of printing every tensor."""
-        return f"<{type(self).__name__} v{self.weight_version} {self._summary}>"
-
-    __str__ = __repr__
-
-
 def no_tensors() -> MalformedManifest:
     """The error for an update of one publisher that has no tensors."""
     return MalformedManifest(
@@ -415,7 +110,7 @@ def no_tensors() -> MalformedManifest:
     )
 
 
-class WeightUpdateManifest(Manifest):
+class WeightUpdateManifest(Frozen):
     """Immutable record of one published update: identity, content digests, and where the bytes are.
 
     Users get it from ``bridge.publish`` and send `to_json` to the rollout side. A version that many
@@ -444,10 +139,21 @@ class WeightUpdateManifest(Manifest):
 
     FORMAT: ClassVar[str] = "rl_bridge.manifest/3"
     KIND: ClassVar[str] = "manifest"
+    """What messages call it."""
     LAYOUT_FIELD: ClassVar[str] = "table"
+    """The field that holds the layout part."""
     LAYOUT_TYPE: ClassVar[type[Layout]] = TensorTable
-    known_layouts: ClassVar[LayoutCache[TensorTable]] = LayoutCache(32)
+    DERIVED: ClassVar[frozenset[str]] = frozenset()
+    """Fields that follow from others: the text leaves them out."""
+    known_layouts: ClassVar[LayoutCache[Any]] = LayoutCache(32)
 
+    weight_version: Annotated[StrictInt, Field(ge=0, lt=2**63)]
+    created_at: Annotated[StrictFloat, Field(allow_inf_nan=False)] = Field(
+        default_factory=time.time
+    )
+    metadata: FrozenJSON = Field(default_factory=dict)
+    digests: StrictBytes
+    root: StrictStr = ""
     update_id: Identifier
     publisher_id: Identifier
     source_worker: StrictStr
@@ -457,44 +163,48 @@ class WeightUpdateManifest(Manifest):
     columns: Annotated[StrictStr, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
     table: InstanceOf[TensorTable]
 
-    @classmethod
-    def of(cls, given: object, *, caller: str) -> "WeightUpdateManifest":
-        """The manifest that is given as an object or as its JSON text.
+    def __init__(self, /, **fields: Any) -> None:
+        """Validate `fields`; a wrong type is a `MalformedManifest`, not pydantic's own error."""
+        if "format" in fields:
+            raise MalformedManifest(
+                f"these are the parts of a {self.KIND}'s JSON (format, header, layout), not its "
+                f"fields. Read the text with {type(self).__name__}.from_json(text), the parsed "
+                f"document with {type(self).__name__}.model_validate(document)."
+            )
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise malformed(self.KIND, error) from error
 
-        Raises:
-            MalformedManifest: it is neither.
-            WeightManifestValidationError: its text describes none that could be imported.
-
-        """
-        if isinstance(given, WeightUpdateManifest):
-            return given
-        if isinstance(given, str | bytes):
-            return cls.from_json(given)
-        msg = (
-            f"{caller} got a {type(given).__name__}, expected a WeightUpdateManifest or its JSON. "
-            "Pass what publish returned, or the text of its to_json(): of a file, "
-            "Path(...).read_text()."
-        )
-        raise MalformedManifest(msg)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        root = self._layout_part.root_plan.root(self.digests).hex()
+        if not self.root:
+            self.__dict__["root"] = root  # the model is frozen, and still being made
+        elif self.root != root:
+            raise DigestMismatch(
+                f"version {self.weight_version}: the {self.KIND}'s root is {self.root}, its "
+                f"digests give {root}. The {self.KIND} was altered: ask the publisher for it again."
+            )
+        for name in ("metadata", "handle"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise MalformedManifest(f"{self.KIND} {name} is no mapping. {RESEND}")
+        self._check_fields()
+        _ = self.adapter  # checks what an update says of itself as an adapter
+        return self
 
     def _check_fields(self) -> None:
-        self._require_mapping("metadata", "handle")
+        """Check what concerns this kind alone; the root is the digests' by then."""
         # The model is frozen, and still being made.
         self.__dict__["metadata"], self.__dict__["weight_layout"] = with_layout(self.metadata)
         if not self.table.names and self.weight_layout.world_size == 1:
             raise no_tensors()  # only a rank of a group may hold nothing
         if bool(self.columns) != self.table.columns:
             has, says = ("a", "no") if self.columns else ("no", "a")
-            msg = (
+            raise MalformedManifest(
                 f"the {self.KIND} has {has} digest of a column list, its layout says that there is "
                 f"{says} such list. {RESEND}"
             )
-            raise MalformedManifest(msg)
-        self._check_adapter()
-
-    def _check_adapter(self) -> None:
-        """Check what the update says of itself as an adapter, if it is one."""
-        _ = self.adapter
 
     @property
     def tensors(self) -> Mapping[str, Any]:
@@ -537,7 +247,21 @@ class WeightUpdateManifest(Manifest):
         except ValidationError as error:
             raise malformed(f"update {self.update_id}: handle", error) from error
 
+    @property
+    def _layout_part(self) -> Layout:
+        layout: Layout = self.__dict__[self.LAYOUT_FIELD]
+        return layout
+
+    @property
+    def layout_digest(self) -> str:
+        """Name of the layout part."""
+        return self._layout_part.digest
+
     def _header_but_digests(self) -> dict[str, JSONValue]:
+        """The update part without what is long: its digests, and those of parts.
+
+        Its values may be frozen.
+        """
         return {
             "columns": self.columns,
             "created_at": self.created_at,
@@ -553,25 +277,252 @@ class WeightUpdateManifest(Manifest):
             "weight_version": self.weight_version,
         }
 
+    @property
+    def header_digest(self) -> bytes:
+        """16 bytes over the update part: what a transport keeps beside the bytes that it names."""
+        # The root stands for the digests, which it covers: they are long.
+        return xxhash.xxh3_128_digest(self._short_text().encode("ascii"))
+
+    def header(self) -> dict[str, JSONValue]:
+        """Plain JSON form of the update part."""
+        digests = base64.b64encode(self.digests).decode("ascii")
+        plain: dict[str, JSONValue] = thaw({**self._header_but_digests(), "digests": digests})
+        return plain
+
+    def header_pieces(self) -> Iterator[str]:
+        """Canonical JSON of `header`, in pieces: the digests are long, and need not be joined."""
+        # The digits of base64 are put in as they are: an encoder would look at each of them. The
+        # keys are sorted, and ``digests`` comes behind ``created_at``, which is a number.
+        text = self._short_text()
+        end = text.index(",", text.index('"created_at":'))
+        yield f'{text[:end]},"digests":"'
+        # What was read has been canonical base64: who compares it with its text writes it as it is.
+        digits = self.__dict__.pop(_DIGITS, None)
+        yield base64.b64encode(self.digests).decode("ascii") if digits is None else digits
+        yield f'"{text[end:]}'
+
     def _short_text(self) -> str:
+        """Canonical JSON of the header without its digests."""
         # Used three times for each update. Written again if a field is no longer the same object:
         # one that was forced by way of `__dict__` must not keep the header's digest.
         values = [*map(self.__dict__.get, type(self).model_fields)]
         kept = self.__dict__.get("_written")
         if kept is None or not all(map(is_, kept[0], values)):
-            kept = self.__dict__["_written"] = (values, super()._short_text())
+            kept = self.__dict__["_written"] = (values, canonical_json(self._header_but_digests()))
         text: str = kept[1]
         return text
 
-    @property
-    def header_digest(self) -> bytes:
-        """See `Manifest`."""
-        # The root stands for the digests, which it covers: they are long.
-        return xxhash.xxh3_128_digest(self._short_text().encode("ascii"))
+    @model_serializer(mode="plain")
+    def document(self) -> dict[str, Any]:
+        """Plain JSON form of the whole; what pydantic's own dumps give."""
+        layout = self._layout_part.document()
+        return {"format": self.FORMAT, "header": self.header(), "layout": layout}
+
+    @classmethod
+    def _prefix(cls) -> str:
+        return f'{{"format":"{cls.FORMAT}","header":'
+
+    def to_json(self, *, layout: bool = True) -> str:
+        """Canonical JSON text, ASCII.
+
+        Args:
+            layout: False leaves the layout part out. The reader must then have seen the layout
+                already, through an earlier full manifest of the same run.
+
+        """
+        head = f"{self._prefix()}{''.join(self.header_pieces())}"
+        return f"{head}{_LAYOUT_KEY}{self._layout_part.text}}}" if layout else f"{head}}}"
+
+    @classmethod
+    def is_text(cls, text: object) -> bool:
+        """Whether `text` begins like the JSON of a manifest of this kind."""
+        return isinstance(text, str) and text.startswith(cls._prefix())
+
+    @classmethod
+    def of(cls, given: object, *, caller: str) -> "WeightUpdateManifest":
+        """The manifest that is given as an object or as its JSON text.
+
+        Raises:
+            MalformedManifest: it is neither.
+            WeightManifestValidationError: its text describes none that could be imported.
+
+        """
+        if isinstance(given, WeightUpdateManifest):
+            return given
+        if isinstance(given, str | bytes):
+            return cls.from_json(given)
+        raise MalformedManifest(
+            f"{caller} got a {type(given).__name__}, expected a WeightUpdateManifest or its JSON. "
+            "Pass what publish returned, or the text of its to_json(): of a file, "
+            "Path(...).read_text()."
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read what `to_json` wrote, and nothing else: it must be canonical to the byte.
+
+        White space behind it is ignored: printed lines and files end with some.
+
+        Raises:
+            MalformedManifest: not the canonical text of a manifest of this format.
+            LayoutUnknown: compact text whose layout this process has not seen.
+            WeightManifestValidationError: its other subclasses, one per reason.
+
+        """
+        found = cls._ascii(text)
+        for kind in cls.__subclasses__():
+            if kind.is_text(found):
+                return kind.from_json(found)
+        if not cls.is_text(found):
+            cut = " and was cut off" if cls._prefix().startswith(found) else ""
+            raise MalformedManifest(
+                f"this is no {cls.KIND} of format {cls.FORMAT}: it starts with {found[:48]!r}"
+                f"{cut}. Send what to_json() gave, as it is (of a file its text, "
+                "Path(...).read_text()), with the same rl_bridge release on both sides."
+            )
+        at = len(cls._prefix())
+        header, end = decode_json(found, at, has_long_strings=len(found) > _LONG)
+        if not isinstance(header, dict):
+            raise MalformedManifest(f"the {cls.KIND}'s header is no JSON object. {RESEND}")
+        try:
+            manifest = cls.of_header(header, found[end:])
+            # Compared with what this manifest writes, not only with the canonical form of what was
+            # read: a loose number or a default that was left out would give one manifest two texts.
+            for piece in manifest.header_pieces():
+                if not found.startswith(piece, at):
+                    at = -1
+                    break
+                at += len(piece)
+        except RecursionError as error:
+            # Just below the depth at which decoding fails, later steps do.
+            raise MalformedManifest(f"the {cls.KIND} nests too deep. {RESEND}") from error
+        if at != end:
+            raise MalformedManifest(
+                f"the {cls.KIND}'s header is not canonical JSON: it was rewritten. {RESEND}"
+            )
+        return manifest
+
+    @classmethod
+    def _ascii(cls, text: object) -> str:
+        if not isinstance(text, str | bytes):
+            given = type(text).__name__
+            raise MalformedManifest(
+                f"from_json got a {given}, expected a {cls.KIND}'s text. {RESEND}"
+            )
+        if type(text) is str and text.isascii():  # which takes no time
+            return text.rstrip(_WHITE)
+        try:
+            ascii_text = text.decode("ascii") if isinstance(text, bytes) else text
+            return ascii_text.encode("ascii").decode().rstrip(_WHITE)
+        except UnicodeError as error:
+            raise MalformedManifest(f"{cls.KIND} text is not ASCII: {error}. {RESEND}") from error
+
+    @classmethod
+    def of_header(cls, header: dict[str, JSONValue], rest: str) -> Self:
+        """Make the manifest of what was read of its header, and the text behind it.
+
+        Raises:
+            WeightManifestValidationError: the subclass says what is wrong.
+
+        """
+        layout = cls._find_layout(header.pop("layout_digest", None), rest)
+        expected = cls.model_fields.keys() - {cls.LAYOUT_FIELD} - cls.DERIVED
+        if expected != header.keys():
+            raise MalformedManifest(
+                f"{cls.KIND} fields {sorted(expected - header.keys())} are missing, "
+                f"{sorted(header.keys() - expected)} are unknown. {RESEND}"
+            )
+        if header["root"] == "":
+            raise MalformedManifest(
+                f"{cls.KIND} field root is missing: nothing ties the digests together. {RESEND}"
+            )
+        digits = header["digests"]
+        cls._decode_fields(header, layout)
+        manifest = cls(**header, **{cls.LAYOUT_FIELD: layout})
+        manifest.__dict__[_DIGITS] = digits
+        return manifest
+
+    @classmethod
+    def _decode_fields(cls, header: dict[str, JSONValue], layout: Any) -> None:
+        """Give the header's fields the form that the model takes."""
+        del layout
+        header["digests"] = _decode_base64(header["digests"], f"{cls.KIND} field digests")
+
+    @classmethod
+    def _find_layout(cls, digest: JSONValue, rest: str) -> Layout:
+        """Find the layout by its digest, or parse it from the text behind the header."""
+        if not isinstance(digest, str):
+            raise MalformedManifest(f"{cls.KIND} field layout_digest is missing. {RESEND}")
+        known: Layout | None = cls.known_layouts.get(digest)
+        if rest == "}":
+            if known is None:
+                raise LayoutUnknown(
+                    f"the {cls.LAYOUT_TYPE.KIND} {digest} is unknown in this process. Send one "
+                    f"full manifest of this run first: {cls.__name__}.to_json() with layout=True."
+                )
+            return known
+        if not rest.startswith(_LAYOUT_KEY) or not rest.endswith("}"):
+            raise MalformedManifest(
+                f"after the {cls.KIND}'s header stands {rest[:32]!r}, expected its layout or the "
+                f"end: it was changed or cut off. {RESEND}"
+            )
+        text = rest[len(_LAYOUT_KEY) : -1]
+        found = text_digest(text)
+        if found != digest:
+            raise DigestMismatch(
+                f"the {cls.LAYOUT_TYPE.KIND}'s digest is {found}, the {cls.KIND} names {digest}. "
+                "It was altered: ask the publisher for it again."
+            )
+        if known is None:
+            known = cls.known_layouts.add(cls.LAYOUT_TYPE.from_text(text))
+        return known
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _from_document(cls, value: Any, handler: Any) -> Any:
+        # What `document` gives may come back through pydantic (a field of the user's own model).
+        if not isinstance(value, Mapping) or "format" not in value:
+            return handler(value)
+        try:
+            text = canonical_json(thaw(value))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MalformedManifest(
+                f"the {cls.KIND}'s document is no JSON value: {error}. {RESEND}"
+            ) from error
+        return cls.from_json(text)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy with changed fields; unlike pydantic's own, the copy is validated."""
+        del deep  # every part is immutable
+        changes = dict(update or {})
+        if changes.keys() & {"digests", self.LAYOUT_FIELD}:
+            changes.setdefault("root", "")
+        fields = {name: self.__dict__[name] for name in type(self).model_fields}
+        return type(self)(**{**fields, **changes})
+
+    def __copy__(self) -> Self:
+        return self  # every part is immutable
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """Pickle as canonical JSON: a user's own multiprocessing queues may carry manifests."""
+        return (type(self).from_json, (self.to_json(),))
+
+    def __hash__(self) -> int:
+        return hash((self.weight_version, self.root))
 
     @property
     def _summary(self) -> str:
+        """What `repr` says beside the class: enough for one line of a log."""
         return (
             f"{self.transport} {self.tensor_count} tensors {self.total_nbytes} bytes "
             f"root={self.root[:12]} update={self.update_id[:8]}"
         )
+
+    def __repr__(self) -> str:
+        """Name the update on one line instead of printing every tensor."""
+        return f"<{type(self).__name__} v{self.weight_version} {self._summary}>"
+
+    __str__ = __repr__

@@ -68,17 +68,17 @@ class WeightLayout(Frozen):
         given: object = metadata
         if given is not None and not isinstance(given, Mapping):
             kind = type(given).__name__
-            msg = f"metadata is a {kind}, expected a mapping of JSON values. Pass a dict, or None."
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"metadata is a {kind}, expected a mapping of JSON values. Pass a dict, or None."
+            )
         raw = (metadata or {}).get("layout")
         if raw is None:
             return cls()
         if not isinstance(raw, Mapping):
-            msg = (
+            raise MalformedManifest(
                 f'metadata["layout"] is a {type(raw).__name__}, expected a mapping. Pass '
                 "WeightLayout(...).to_metadata(), or leave it out."
             )
-            raise MalformedManifest(msg)
         is_frozen = type(raw) is MappingProxyType  # a manifest's own
         return cls(**(raw if is_frozen else freeze(raw, where='metadata["layout"]')))
 
@@ -99,12 +99,11 @@ class WeightLayout(Frozen):
 
         """
         if self.kind not in _SUPPORTED_KINDS:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"weight layout {self.kind!r} is not supported by this bridge, expected one of "
                 f"{sorted(_SUPPORTED_KINDS)}. Publish a gathered full-state update, or the shards "
                 "of all ranks as a group: GroupPublisher."
             )
-            raise WeightBridgeUnavailableError(msg)
         sharded = {
             "tensor-parallel": self.tensor_parallel_size,
             "pipeline-parallel": self.pipeline_parallel_size,
@@ -112,43 +111,28 @@ class WeightLayout(Frozen):
         }
         for name, degree in sharded.items():
             if degree != 1:
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"{name} weight layouts are not supported by this bridge (degree {degree}, "
                     "expected 1). Publish a gathered full-state update for each consumer, or the "
                     "shards of all ranks as a group: GroupPublisher."
                 )
-                raise WeightBridgeUnavailableError(msg)
         if self.node_count != 1 or self.rdma_enabled:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 "multi-node/RDMA weight transport is not implemented "
                 f"(node_count={self.node_count}, rdma_enabled={self.rdma_enabled}) for one packed "
                 "update. Publish a gathered full-state update on one node, or the shards of all "
                 "ranks as a group: GroupPublisher, over 'nixl' between machines."
             )
-            raise WeightBridgeUnavailableError(msg)
         if not 0 <= self.rank < self.world_size:
-            msg = (
+            raise MalformedManifest(
                 f"weight layout rank {self.rank} is outside its world of {self.world_size}, "
                 "expected 0 <= rank < world_size. Pass the rank that publishes."
             )
-            raise MalformedManifest(msg)
         if self.data_parallel_size < 1 or not 0 <= self.zero_stage <= 3:  # noqa: PLR2004 - ZeRO stages
-            msg = (
+            raise MalformedManifest(
                 f"weight layout has data_parallel_size={self.data_parallel_size} (expected >= 1) "
                 f"and zero_stage={self.zero_stage} (expected 0 to 3). Pass the trainer's counts."
             )
-            raise MalformedManifest(msg)
-
-
-def require_supported(metadata: Mapping[str, JSONValue] | None) -> None:
-    """Refuse metadata whose layout one packed full-state update cannot carry.
-
-    Raises:
-        MalformedManifest: it says none, or contradicts itself.
-        WeightBridgeUnavailableError: shards, tensor parallelism or several nodes.
-
-    """
-    WeightLayout.from_metadata(metadata).validate_supported()
 
 
 def with_layout(
@@ -203,3 +187,8 @@ class Placement:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+
+def require_supported(metadata: Mapping[str, JSONValue] | None) -> None:
+    """Refuse a layout that one packed full-state update cannot carry; raises what that does."""
+    WeightLayout.from_metadata(metadata).validate_supported()

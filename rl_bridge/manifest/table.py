@@ -162,8 +162,9 @@ class Layout(Frozen):
         with collector_paused():
             document, end = decode_json(text)
             if end != len(text) or not isinstance(document, dict):
-                msg = f"the {cls.KIND} is not canonical JSON: it was rewritten. {RESEND}"
-                raise MalformedManifest(msg)
+                raise MalformedManifest(
+                    f"the {cls.KIND} is not canonical JSON: it was rewritten. {RESEND}"
+                )
             try:
                 layout = cls(**document)
             except ValidationError as error:
@@ -171,11 +172,10 @@ class Layout(Frozen):
             # Compared with what this layout writes: a loose number, another order or a default
             # that was left out would give one layout two texts.
             if layout.text != text:
-                msg = (
+                raise MalformedManifest(
                     f"the {cls.KIND} is not canonical JSON, or leaves out fields: it was "
                     f"rewritten. {RESEND}"
                 )
-                raise MalformedManifest(msg)
             return layout
 
 
@@ -256,55 +256,59 @@ class TensorTable(Layout):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.algorithm != ALGORITHM:
-            msg = (
+            raise MalformedManifest(
                 f"digest algorithm {self.algorithm!r} is unknown here, expected {ALGORITHM!r}. Use "
                 "the same rl_bridge release on both sides."
             )
-            raise MalformedManifest(msg)
         columns = ("names", "dtypes", "nbytes", "offsets", "shapes")
         counts = {column: len(getattr(self, column)) for column in columns}
         if len(set(counts.values())) != 1:
-            msg = f"the columns of the layout differ in length: {counts}. {RESEND}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"the columns of the layout differ in length: {counts}. {RESEND}"
+            )
         if self.leaves and self.device != "cpu":
-            msg = f"an arena on {self.device!r} has no leaf list, the layout says it has. {RESEND}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"an arena on {self.device!r} has no leaf list, the layout says it has. {RESEND}"
+            )
         if self.columns and not self.leaves:
-            msg = f"the layout says that its arena has a column list and no leaf list. {RESEND}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"the layout says that its arena has a column list and no leaf list. {RESEND}"
+            )
         self._check_names()
         if not self._is_packed():
             self._explain_ranges()
         if self.trainable is not None and (
             len(self.trainable) != len(self.names) or set(self.trainable) - {"0", "1"}
         ):
-            msg = (
+            raise MalformedManifest(
                 "the layout's trainable flags must be one 0 or 1 for each stored tensor, got "
                 f"{self.trainable[:48]!r}. {RESEND}"
             )
-            raise MalformedManifest(msg)
         return self
 
     def _check_names(self) -> None:
         for before, name in zip(self.names, self.names[1:], strict=False):
             if name == before:
-                msg = f"tensor {name!r} appears twice in the layout. {RESEND}"
-                raise DuplicateTensorName(msg)
+                raise DuplicateTensorName(f"tensor {name!r} appears twice in the layout. {RESEND}")
             if name < before:
-                msg = f"tensor {name!r} stands after {before!r}, not sorted. {RESEND}"
-                raise MalformedManifest(msg)
+                raise MalformedManifest(
+                    f"tensor {name!r} stands after {before!r}, not sorted. {RESEND}"
+                )
         if not isinstance(self.ties, Mapping):
             kind = type(self.ties).__name__
-            msg = f"ties is {kind}, expected a mapping of name to stored name. {RESEND}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"ties is {kind}, expected a mapping of name to stored name. {RESEND}"
+            )
         stored = set(self.names)
         for name, target in self.ties.items():
             if name in stored:
-                msg = f"tensor {name!r} is stored and tied at once. Keep one of the two."
-                raise DuplicateTensorName(msg)
+                raise DuplicateTensorName(
+                    f"tensor {name!r} is stored and tied at once. Keep one of the two."
+                )
             if not isinstance(target, str) or target not in stored:
-                msg = f"tensor {name!r} is tied to {target!r}, which is not stored. {RESEND}"
-                raise MalformedManifest(msg)
+                raise MalformedManifest(
+                    f"tensor {name!r} is tied to {target!r}, which is not stored. {RESEND}"
+                )
 
     def _is_packed(self) -> bool:
         """Whether all ranges are what `pack` makes of shapes and dtypes, looked at all at once.
@@ -339,43 +343,37 @@ class TensorTable(Layout):
         columns = zip(self.names, self.dtypes, self.shapes, self.nbytes, self.offsets, strict=True)
         for name, dtype, shape, nbytes, offset in columns:
             if offset < 0 or nbytes < 0 or min(shape, default=0) < 0:
-                msg = (
+                raise NegativeRange(
                     f"tensor {name!r}: offset {offset}, {nbytes} bytes, shape {list(shape)}: none "
                     f"may be negative. {RESEND}"
                 )
-                raise NegativeRange(msg)
             # The product with zeros taken as ones: torch computes strides from it, so it must fit.
             if max(prod(dim or 1 for dim in shape) * 16, offset + nbytes) > _MAX_INT:
-                msg = (
+                raise RangeOverflow(
                     f"tensor {name!r}: shape {list(shape)} at offset {offset} does not fit 63 "
                     f"bits. {RESEND}"
                 )
-                raise RangeOverflow(msg)
             expected = prod(shape) * dtype_nbytes(dtype, tensor=name)
             if nbytes != expected:
-                msg = (
+                raise ShapeMismatch(
                     f"tensor {name!r}: {dtype}{list(shape)} has {expected} bytes, the manifest "
                     f"says {nbytes}. {RESEND}"
                 )
-                raise ShapeMismatch(msg)
             if offset < end:
-                msg = (
+                raise OverlappingRange(
                     f"tensor {name!r} starts at byte {offset}, inside the one before it, which "
                     f"ends at {end}. {RESEND}"
                 )
-                raise OverlappingRange(msg)
             if offset != end:
-                msg = (
+                raise MalformedManifest(
                     f"tensor {name!r} starts at byte {offset}, expected {end}: the arena has no "
                     f"gaps. {RESEND}"
                 )
-                raise MalformedManifest(msg)
             if offset + nbytes > self.arena_nbytes:
-                msg = (
+                raise RangeBeyondSegment(
                     f"tensor {name!r} ends at byte {offset + nbytes}, beyond the arena of "
                     f"{self.arena_nbytes}. {RESEND}"
                 )
-                raise RangeBeyondSegment(msg)
             end = _align(offset + nbytes)
         self._check_end(end)
 
@@ -506,7 +504,6 @@ class DescriptorMap(Mapping[str, TensorDescriptor]):
     """What users see as ``manifest.tensors``: name -> `TensorDescriptor`."""
 
     def __init__(self, table: TensorTable, digests: bytes) -> None:
-        """Look at `table` and the digest block; nothing is copied."""
         self._table = table
         self._digests = digests
 

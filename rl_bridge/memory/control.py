@@ -49,12 +49,12 @@ _MAX_REASON = 400
 _READ_TRIES = 64
 
 
-def legible(text: Any, limit: int = _MAX_REASON) -> Any:
+def legible(text: Any) -> Any:
     """Cut a text to what a record has room for; a lone surrogate could not be read back."""
     if not isinstance(text, str):
         return text
     text = text.encode("utf-8", "replace").decode()
-    return text if len(text) <= limit else text[:limit] + "..."
+    return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."
 
 
 def _writable(value: Any) -> Any:
@@ -184,11 +184,10 @@ def _read(fd: int, start: int, nbytes: int) -> Record | None:
         # By read and not by mapping: a named file that somebody cut off must not kill us.
         raw = os.pread(fd, RECORD_NBYTES, start)
         if len(raw) != RECORD_NBYTES:
-            msg = (
+            raise SegmentError(
                 f"the control segment ended after {start + len(raw)} of {nbytes} bytes: it was "
                 "truncated, and consumers' reports are lost. Make a new bridge."
             )
-            raise SegmentError(msg)
         sequence, length, checksum = _HEAD.unpack_from(raw)
         if sequence == 0:
             return None
@@ -254,11 +253,10 @@ class ControlWriter:
         except OSError as error:
             self._held.dispose()
             require_resources(error)
-            msg = (
+            raise SegmentError(
                 f"the control segment of publisher {publisher_id} cannot be written or read: "
                 f"{error}. Use the manifest as it was published, or publish again."
-            )
-            raise SegmentError(msg) from error
+            ) from error
         except BaseException:
             self._held.dispose()
             raise
@@ -267,11 +265,10 @@ class ControlWriter:
         header = _header(publisher_id)
         if os.pread(self._fd, len(header), 0) != header:
             # A manifest must not be able to make us write into memory of somebody else's.
-            msg = (
+            raise SegmentError(
                 f"segment inode {self.ref.inode} of pid {self.ref.pid} is no control segment of "
                 f"publisher {publisher_id}. Use the manifest as it was published."
             )
-            raise SegmentError(msg)
 
     def _claim(self, count: int) -> int:
         """Lock a record: one that was never used, or else one whose consumer is gone."""
@@ -282,11 +279,10 @@ class ControlWriter:
         for start in starts:
             if leases.try_exclusive(self._fd, start=start, length=RECORD_NBYTES):
                 return start
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"the publisher (pid {self.ref.pid}) has room for {count} consumers and all are taken. "
             "Close bridges that are not used, or raise max_consumers on the publisher."
         )
-        raise WeightBridgeUnavailableError(msg)
 
     def report(self, report: UpdateReport) -> None:
         """Write what became of an update; the publisher sees the last few of each consumer.

@@ -24,11 +24,10 @@ class LiveRange:
         try:
             address = vm.reserve(self.nbytes)
         except OSError as error:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"no {self.nbytes} bytes of addresses are left for the engine's weights: {error}. "
                 "Raise the limit on address space (ulimit -v), or use mode='copy'."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
         self.pin = Pin(address, self.nbytes)
         self.content: Pin | None = None
         """The version that lies there now; None also while that is not known."""
@@ -82,11 +81,10 @@ class LiveRange:
             self._move(old.address, self.address)
         except (SegmentError, WeightBridgeUnavailableError) as second:
             # The old version's pages wait at their own address for another try.
-            msg = (
+            raise TornEngine(
                 f"the flip failed ({cause}) and so did the way back ({second}). Call recover() "
                 "of the executor, or install a later version in full."
-            )
-            raise TornEngine(msg) from cause
+            ) from cause
 
     def empty(self) -> None:
         """Take the content out, so that only a reservation is left (undo of the first flip)."""
@@ -110,8 +108,9 @@ class LiveRange:
                 found = vm.mapped_file(self.address + done)
             except OSError as error:
                 require_resources(error)
-                msg = f"the kernel does not show what a flip mapped: {error}. Use mode='copy'."
-                raise SegmentError(msg) from error
+                raise SegmentError(
+                    f"the kernel does not show what a flip mapped: {error}. Use mode='copy'."
+                ) from error
             if (
                 found is None
                 or (found.device, found.inode) != (view.ref.device, view.ref.inode)
@@ -123,11 +122,10 @@ class LiveRange:
 
     def _view(self, pin: Pin) -> SegmentView:
         if not isinstance(pin.view, SegmentView) or pin.view.nbytes < self.nbytes:
-            msg = (
+            raise SegmentError(
                 "a flip needs the mapped segment of a shared-memory update; this one was copied "
                 "in. Use mode='copy' or 'alias' with this transport."
             )
-            raise SegmentError(msg)
         return pin.view
 
     def _move(self, source: int, target: int) -> None:
@@ -135,11 +133,10 @@ class LiveRange:
             vm.move(source, self.nbytes, target)
         except OSError as error:
             require_resources(error)
-            msg = (
+            raise SegmentError(
                 f"the kernel does not move mappings ({error}); flips need Linux 5.13. Use "
                 "mode='copy'."
-            )
-            raise SegmentError(msg) from error
+            ) from error
 
 
 def _end(address: int, nbytes: int, leased: list[Pin]) -> None:

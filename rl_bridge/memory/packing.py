@@ -9,11 +9,10 @@ both; they are written when the tensors are in, so they describe the sealed byte
 """
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
@@ -24,12 +23,11 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     did_you_mean,
 )
-from rl_bridge.manifest.columns import Blocks, ColumnBlocks
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LENGTH_NBYTES, digests_differ
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable, collector_paused, row_major_stride
-from rl_bridge.memory.passes import Addresses, BytePlan, block_digests
+from rl_bridge.memory.passes import Addresses, BytePlan
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.tensors import TensorFacts, is_lazy_view, is_on_accelerator, tensor_key
 
@@ -93,25 +91,22 @@ def _check_source(name: str, tensor: torch.Tensor, place: Place) -> None:
         dtype_nbytes(dtype_name(tensor), tensor=name)
     reason = place.not_plain(tensor, is_source=True)
     if reason is not None:
-        msg = f"tensor {name!r} {reason}."
-        raise WeightBridgeUnavailableError(msg)
+        raise WeightBridgeUnavailableError(f"tensor {name!r} {reason}.")
 
 
 def _check_trainable(trainable: frozenset[str], tensors: Mapping[str, torch.Tensor]) -> None:
     strange = [kind.__name__ for kind in set(map(type, trainable)) if not issubclass(kind, str)]
     if strange:
-        msg = (
+        raise IncompatibleUpdate(
             f"trainable holds a {strange[0]}, expected names. Write, for a model's parameters, "
             "[name for name, p in model.named_parameters() if p.requires_grad]."
         )
-        raise IncompatibleUpdate(msg)
     unknown = sorted(trainable - tensors.keys())
     if unknown:
-        msg = (
+        raise IncompatibleUpdate(
             f"trainable names tensors that the update does not hold: {unknown[:5]}, expected some "
             f"of its {len(tensors)} names.{did_you_mean(unknown[0], tensors)}"
         )
-        raise IncompatibleUpdate(msg)
 
 
 def _stored_and_tied(
@@ -221,7 +216,7 @@ class PackPlan:
         column = self.table.nbytes_column
         cuts = self.table.column_blocks if self.table.columns else None
         dtypes = self.table.dtypes if self._looks else None
-        self._leaf_plan = LeafPlan(column, cuts, dtypes=dtypes) if self.table.leaves else None
+        self._leaf_plan = BytePlan(column, dtypes=dtypes, cuts=cuts) if self.table.leaves else None
         self._leaves_offset = self.table.leaves_offset
         self.byte_plan = (
             self._place.plan(column, dtypes) if self._leaf_plan is None else self._leaf_plan
@@ -231,33 +226,27 @@ class PackPlan:
         order = [position[name] for name in self.table.names]
         values = list(tensors.values())
         self._facts = TensorFacts(values)
-        is_dense = [tensor.is_contiguous() and not is_lazy_view(tensor) for tensor in values]
-        is_carried = [
-            is_on_cpu and is_on_accelerator(tensor) and tensor.numel() > 0 for tensor in values
-        ]
-        is_cast = [
-            wire_dtype(tensor.dtype, self._dtype) is not tensor.dtype
-            and tensor.numel() > 0
-            and not carried
-            for tensor, carried in zip(values, is_carried, strict=True)
-        ]
         # Strided tensors and lazy views are gathered by torch, straight into the arena, and
         # digested there. So are those that are cast, or come from an accelerator: what is digested,
         # and looked at for NaN, is what travels.
-        rows = list(enumerate(order))
-        self._carried = [(row, index) for row, index in rows if is_carried[index]]
-        self._cast = [(row, index) for row, index in rows if is_cast[index]]
+        self._carried: list[tuple[int, int]] = []
+        self._cast: list[tuple[int, int]] = []
+        self._gathered: list[tuple[int, int]] = []
+        is_dense = [tensor.is_contiguous() and not is_lazy_view(tensor) for tensor in values]
+        for row, index in enumerate(order):
+            tensor = values[index]
+            if is_on_cpu and tensor.numel() and is_on_accelerator(tensor):
+                self._carried.append((row, index))
+            elif tensor.numel() and wire_dtype(tensor.dtype, self._dtype) is not tensor.dtype:
+                self._cast.append((row, index))
+            elif not is_dense[index]:
+                self._gathered.append((row, index))
         # What torch needs to look at them in an arena, by elements.
         size = 1 if self._dtype is None else self._dtype.itemsize
         self._cast_views = [
             (shape, row_major_stride(shape), self.table.offsets[row] // size)
             for row, _ in self._cast
             for shape in (self.table.shapes[row],)
-        ]
-        self._gathered = [
-            (row, index)
-            for row, index in rows
-            if not (is_dense[index] or is_cast[index] or is_carried[index])
         ]
         # Next time, these could come with another laziness over the same memory.
         self._laziness = {
@@ -340,40 +329,26 @@ class PackPlan:
             # One call for all: a loop over small tensors takes longer than their copies.
             torch._foreach_copy_(views, given)
 
-    def digest_in_place(
-        self, tensors: Mapping[str, torch.Tensor], *, num_threads: int | None = None
-    ) -> bytes:
-        """Digest `tensors` where they lie; `write_lists` then writes their leaf list.
+    def digest_in_place(self, *, num_threads: int | None = None) -> bytes:
+        """Digest the planned tensors where they lie; `write_lists` then writes their leaf list.
 
         Returns:
             16 bytes per stored tensor, in layout order.
 
         Raises:
-            WeightBridgeUnavailableError: one of them is strided, or would have to be cast.
+            WeightBridgeUnavailableError: one of them is strided, on an accelerator, or to be cast.
 
         """
-        del tensors  # those that it was made of
-        if self._carried:
-            name = self.table.names[self._carried[0][0]]
-            msg = (
-                f"tensor {name!r} is on an accelerator, and it is read where it lies, by the CPU. "
-                "Leave in_place out, and it is copied."
-            )
-            raise WeightBridgeUnavailableError(msg)
-        if self._cast:
-            name = self.table.names[self._cast[0][0]]
-            msg = (
-                f"tensor {name!r} would be cast to {self._dtype}, and it is read where it lies, so "
-                "nobody can cast it. Leave dtype= out, or have it copied: without in_place."
-            )
-            raise WeightBridgeUnavailableError(msg)
-        if self._gathered:
-            name = self.table.names[self._gathered[0][0]]
-            msg = (
-                f"tensor {name!r} is strided or a lazy view, so it cannot be read where it lies. "
-                "Make it contiguous, or have it copied: without in_place."
-            )
-            raise WeightBridgeUnavailableError(msg)
+        for rows, why in (
+            (self._carried, "is on an accelerator"),
+            (self._cast, f"would be cast to {self._dtype}"),
+            (self._gathered, "is strided or a lazy view"),
+        ):
+            if rows:
+                raise WeightBridgeUnavailableError(
+                    f"tensor {self.table.names[rows[0][0]]!r} {why}, so it cannot be read where it "
+                    "lies. Leave in_place out, and it is copied."
+                )
         digests = self.byte_plan.digest(self._sources, num_threads=num_threads)
         self._note_lists(self._sources)
         return digests
@@ -413,97 +388,20 @@ def clear_padding(table: TensorTable, address: int, place: Place) -> None:
     place.clear((ends[found] + np.uint64(address)).tolist(), gaps[found].tolist())
 
 
-class LeafPlan(BytePlan):
-    """A pass that keeps the leaf digests of its last run, and those of column blocks."""
-
-    def __init__(
-        self,
-        nbytes: npt.NDArray[np.uint64],
-        cuts: ColumnBlocks | None = None,
-        *,
-        dtypes: Sequence[str] | None = None,
-        native: bool = True,
-    ) -> None:
-        """Cut tensors of `nbytes` into leaves, and those of a layout into column blocks as well."""
-        super().__init__(nbytes, dtypes=dtypes, native=native)
-        self._cuts = cuts
-        self._cut_columns = np.empty((0, 5), np.uint64)
-        if cuts is not None and cuts.nbytes and self._native is not None:
-            columns = (cuts.strips, cuts.rows, cuts.row_nbytes, cuts.band_rows, cuts.starts)
-            self._cut_columns = np.stack(columns, 1).astype(np.uint64)
-        self._columns = np.empty(0, np.uint8)
-
-    def _more_arguments(self) -> tuple[int, ...]:
-        if not len(self._cut_columns):
-            return ()
-        assert self._cuts is not None
-        self._columns = np.empty(self._cuts.nbytes, np.uint8)
-        return self._cut_columns.ctypes.data, self._columns.ctypes.data
-
-    def take_columns(self, src: Addresses) -> npt.NDArray[np.uint8]:
-        """The column list of the last run, which was over the bytes at `src`."""
-        found, self._columns = self._columns, np.empty(0, np.uint8)
-        if len(found) or self._cuts is None:
-            return found
-        return block_digests(blocks_at(self._cuts.all_blocks(), src)).ravel()
-
-    def _note(self, table: npt.NDArray[np.uint8]) -> None:
-        self._table = table
-
-    @property
-    def leaf_counts(self) -> npt.NDArray[np.int64]:
-        """Leaves of each tensor."""
-        return (self._start[1:] - self._start[:-1]).astype(np.int64)
-
-    def take_block(self) -> npt.NDArray[np.uint8]:
-        """The leaf list of the last run, as `rl_bridge.manifest.table` describes it."""
-        table, self._table = self._table, np.empty(0, np.uint8)
-        return table
-
-    def combine(self, block: bytes) -> bytes:
-        """The digests that a leaf list makes."""
-        if self._native is None:
-            ends = np.cumsum(self.leaf_counts * DIGEST_NBYTES + LENGTH_NBYTES).tolist()
-            view = memoryview(block)
-            pairs = zip([0, *ends[:-1]], ends, strict=True)
-            return b"".join(xxhash.xxh3_128_digest(view[start:end]) for start, end in pairs)
-        return self._combine(np.frombuffer(bytearray(block), np.uint8))
-
-    def leaves(self, src: Addresses, *, num_threads: int | None = None) -> npt.NDArray[np.uint8]:
-        """Digest the leaves of the bytes at `src`: uint8, shape [leaves, 16], tensor by tensor."""
-        self.digest(src, num_threads=num_threads)
-        block = self.take_block()
-        starts = self._start[:-1].astype(np.int64) * DIGEST_NBYTES
-        # Behind each tensor's leaves stands its length, which is no digest.
-        ends = self._start[1:].astype(np.int64) * DIGEST_NBYTES + 8 * np.arange(len(starts))
-        keep = np.ones(len(block), bool)
-        keep[(ends[:, None] + np.arange(8)).ravel()] = False
-        return block[keep].reshape(-1, DIGEST_NBYTES)
-
-
-def blocks_at(blocks: Blocks, addresses: Addresses) -> npt.NDArray[np.uint64]:
-    """Blocks as `block_digests` takes them, of tensors at `addresses`, one for each stored one."""
-    at = addresses[blocks.tensors] + blocks.starts.astype(np.uint64)
-    rest = (blocks.rows, blocks.widths, blocks.pitches)
-    return np.stack((at, *(column.astype(np.uint64) for column in rest)), 1)
-
-
 def checked_columns(part: WeightUpdateManifest, block: bytes) -> bytes:
     """The column list of `part`, if it has the digest that the header says."""
     expected = part.table.columns_nbytes
     if not part.table.columns or len(block) != expected:
-        msg = (
+        raise MalformedManifest(
             f"update {part.update_id}: its column list has {len(block)} bytes, expected "
             f"{expected}. Send the part as it was published."
         )
-        raise MalformedManifest(msg)
     found = xxhash.xxh3_128_hexdigest(block)
     if found != part.columns:
-        msg = (
+        raise ChecksumMismatch(
             f"column list checksum mismatch in version {part.weight_version}: its digest is "
             f"{found}, the manifest says {part.columns}. The update is corrupt: publish again."
         )
-        raise ChecksumMismatch(msg)
     return block
 
 
@@ -512,12 +410,11 @@ def checked_block(part: WeightUpdateManifest, block: bytes) -> bytes:
     table = part.table
     if not table.leaves or len(block) != table.leaves_nbytes:
         expected = f"{table.leaves_nbytes} bytes" if table.leaves else "none"
-        msg = (
+        raise MalformedManifest(
             f"update {part.update_id}: its leaf list has {len(block)} bytes, expected {expected}. "
             "Send the part as it was published."
         )
-        raise MalformedManifest(msg)
-    made = LeafPlan(table.nbytes_column).combine(block)
+    made = BytePlan(table.nbytes_column).combine(block)
     differs = digests_differ(made, part.digests)
     # The pass fills in the lengths that it knows; those in the list must be the same.
     ends = (table.leaf_starts + table.leaf_counts * DIGEST_NBYTES)[:, None]
@@ -525,9 +422,8 @@ def checked_block(part: WeightUpdateManifest, block: bytes) -> bytes:
     differs |= np.ascontiguousarray(lengths).view("<u8").ravel() != table.nbytes_column
     if differs.any():
         name = table.names[int(np.flatnonzero(differs)[0])]
-        msg = (
+        raise ChecksumMismatch(
             f"tensor checksum mismatch for {name!r} in version {part.weight_version}: its leaf "
             "list does not make its digest. The update is corrupt: publish again."
         )
-        raise ChecksumMismatch(msg)
     return block

@@ -20,8 +20,8 @@ from rl_bridge.manifest.columns import Blocks, bits_of
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_rows, rows_differ
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
-from rl_bridge.memory.packing import LeafPlan, blocks_at, checked_block, checked_columns
-from rl_bridge.memory.passes import block_digests
+from rl_bridge.memory.packing import checked_block, checked_columns
+from rl_bridge.memory.passes import BytePlan, block_digests, blocks_at
 from rl_bridge.memory.vm import tensor_at
 
 _Column = npt.NDArray[np.int64]
@@ -156,8 +156,8 @@ class PartNeeds:
         return int(self.read_starts[-1] + self.read_nbytes[-1]) if len(self.read_starts) else 0
 
     @cached_property
-    def _pass(self) -> LeafPlan | None:
-        return LeafPlan(self.nbytes.astype(np.uint64)) if len(self.nbytes) else None
+    def _pass(self) -> BytePlan | None:
+        return BytePlan(self.nbytes.astype(np.uint64)) if len(self.nbytes) else None
 
     def verify(self, part: WeightUpdateManifest, base: int, *, num_threads: int | None) -> None:
         """Verify what is needed of a part whose arena is at `base`, in memory of the CPU.
@@ -174,7 +174,7 @@ class PartNeeds:
             self._verify_blocks(part, base, num_threads)
 
     def _verify_ranges(
-        self, verify: LeafPlan, part: WeightUpdateManifest, base: int, num_threads: int | None
+        self, verify: BytePlan, part: WeightUpdateManifest, base: int, num_threads: int | None
     ) -> None:
         addresses = (self.starts + base).astype(np.uint64)
         if not self.has_leaves:

@@ -21,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rl_bridge.manifest.columns import Blocks, ColumnBlocks
 from rl_bridge.manifest.digest import (
     DIGEST_NBYTES,
     LEAF_NBYTES,
+    LENGTH_NBYTES,
     digest_bytes,
     leaf_digests,
     tensor_digest,
@@ -88,7 +90,7 @@ def checked_count(name: str, value: object) -> int:
 
 
 def checked_threads(number: object) -> int | None:
-    """Check ``num_threads``: as `checked_count`, or None, which takes the usable cores."""
+    """Check ``num_threads``: as `checked_count`, or None, which stands for `default_threads`."""
     return None if number is None else checked_count("num_threads", number)
 
 
@@ -121,6 +123,8 @@ def _load_native() -> tuple[ModuleType | None, int, str | None]:
 class BytePlan:
     """Which bytes: the sizes of some tensors, cut into leaves. Made once per layout.
 
+    The digests of the leaves, and of column blocks, can be taken after a pass.
+
     Attributes:
         non_finite: by tensor: the last pass that digested found NaN or Inf in it. Empty if the plan
             was made without dtypes.
@@ -132,6 +136,7 @@ class BytePlan:
         nbytes: npt.NDArray[np.uint64],
         *,
         dtypes: Sequence[str] | None = None,
+        cuts: ColumnBlocks | None = None,
         native: bool = True,
     ) -> None:
         """Cut tensors of `nbytes` (uint64, shape [tensors]) into leaves.
@@ -139,6 +144,7 @@ class BytePlan:
         Args:
             nbytes: sizes.
             dtypes: wire names, to look for NaN and Inf as well; None does not.
+            cuts: digest column blocks, too, of the tensors that these cut; None does not.
             native: False keeps to the Python pass (tests, and comparison).
 
         """
@@ -151,12 +157,20 @@ class BytePlan:
         self._native = NATIVE if native else None
         self._fixed = _address_of(self._nbytes), _address_of(self._start)
         self._dtypes = dtypes
-        self._numbers = None if dtypes is None else _Numbers.of(dtypes)
+        self._numbers = None if dtypes is None else _Numbers(dtypes)
         self.non_finite = np.zeros(0 if dtypes is None else len(dtypes), bool)
+        self._cuts = cuts
+        self._cut_columns = np.empty((0, 5), np.uint64)
+        if cuts is not None and cuts.nbytes and self._native is not None:
+            columns = (cuts.strips, cuts.rows, cuts.row_nbytes, cuts.band_rows, cuts.starts)
+            self._cut_columns = np.stack(columns, 1).astype(np.uint64)
+        # Of the last pass, until they are taken.
+        self._leaves = self._columns = np.empty(0, np.uint8)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make a copy anew: its columns lie elsewhere."""
-        made = partial(type(self), native=self._native is not None, dtypes=self._dtypes)
+        native = self._native is not None
+        made = partial(type(self), dtypes=self._dtypes, cuts=self._cuts, native=native)
         return made, (self._nbytes,)
 
     def __len__(self) -> int:
@@ -199,7 +213,10 @@ class BytePlan:
             _BLOCK,
             int(self.total_nbytes >= _STREAM_NBYTES),
         )
-        more = self._more_arguments()
+        more: tuple[int, ...] = ()
+        if self._cuts is not None and len(self._cut_columns):
+            self._columns = np.empty(self._cuts.nbytes, np.uint8)
+            more = self._cut_columns.ctypes.data, self._columns.ctypes.data
         numbers = self._numbers if digest else None
         found = np.zeros(0 if numbers is None else len(self), np.uint8)
         if numbers is not None:
@@ -210,14 +227,8 @@ class BytePlan:
             return b""
         if numbers is not None:
             self.non_finite = found.astype(bool)
-        table = room[_CURSOR_NBYTES:]
-        digests = self._combine(table)
-        self._note(table)
-        return digests
-
-    def _more_arguments(self) -> tuple[int, ...]:
-        """More arguments of the pass: how the tensors are cut into columns, and where those go."""
-        return ()
+        self._leaves = room[_CURSOR_NBYTES:]
+        return self._combine(self._leaves)
 
     def _combine(self, table: npt.NDArray[np.uint8]) -> bytes:
         """Each tensor's digest from those of its leaves; their lengths are filled in here."""
@@ -232,8 +243,42 @@ class BytePlan:
         )
         return out.tobytes()
 
-    def _note(self, table: npt.NDArray[np.uint8]) -> None:
-        """Take the leaf digests of a pass, each tensor's followed by its length; not kept here."""
+    def take_block(self) -> npt.NDArray[np.uint8]:
+        """The leaf list of the last pass, as `rl_bridge.manifest.table` describes it."""
+        taken, self._leaves = self._leaves, np.empty(0, np.uint8)
+        return taken
+
+    def take_columns(self, src: Addresses) -> npt.NDArray[np.uint8]:
+        """The column list of the last pass, which was over the bytes at `src`."""
+        taken, self._columns = self._columns, np.empty(0, np.uint8)
+        if len(taken) or self._cuts is None:
+            return taken
+        return block_digests(blocks_at(self._cuts.all_blocks(), src)).ravel()
+
+    @property
+    def leaf_counts(self) -> npt.NDArray[np.int64]:
+        """Leaves of each tensor."""
+        return (self._start[1:] - self._start[:-1]).astype(np.int64)
+
+    def combine(self, block: bytes) -> bytes:
+        """The digests that a leaf list makes."""
+        if self._native is None:
+            ends = np.cumsum(self.leaf_counts * DIGEST_NBYTES + LENGTH_NBYTES).tolist()
+            view = memoryview(block)
+            pairs = zip([0, *ends[:-1]], ends, strict=True)
+            return b"".join(xxhash.xxh3_128_digest(view[start:end]) for start, end in pairs)
+        return self._combine(np.frombuffer(bytearray(block), np.uint8))
+
+    def leaves(self, src: Addresses, *, num_threads: int | None = None) -> npt.NDArray[np.uint8]:
+        """Digest the leaves of the bytes at `src`: uint8, shape [leaves, 16], tensor by tensor."""
+        self.digest(src, num_threads=num_threads)
+        block = self.take_block()
+        starts = self._start[:-1].astype(np.int64) * DIGEST_NBYTES
+        # Behind each tensor's leaves stands its length, which is no digest.
+        ends = self._start[1:].astype(np.int64) * DIGEST_NBYTES + 8 * np.arange(len(starts))
+        keep = np.ones(len(block), bool)
+        keep[(ends[:, None] + np.arange(8)).ravel()] = False
+        return block[keep].reshape(-1, DIGEST_NBYTES)
 
     def _run_python(self, src: Addresses, dst: Addresses | None, *, digest: bool) -> bytes:
         digests = []
@@ -254,7 +299,7 @@ class BytePlan:
                 digests.append(tensor_digest(b"".join(leaves), nbytes))
                 noted += [*leaves, nbytes.to_bytes(8, "little")]
         if digest:
-            self._note(np.frombuffer(b"".join(noted), np.uint8))
+            self._leaves = np.frombuffer(b"".join(noted), np.uint8)
             if self._numbers is not None:
                 self.non_finite = self._numbers.find(src, self._nbytes)
         return b"".join(digests)
@@ -262,26 +307,19 @@ class BytePlan:
     def _checked(self, addresses: Addresses) -> Addresses:
         addresses = np.ascontiguousarray(addresses, np.uint64)
         if addresses.shape != self._nbytes.shape:
-            msg = f"{addresses.shape[0]} addresses for a plan of {len(self)} tensors"
-            raise ValueError(msg)
+            raise ValueError(f"{addresses.shape[0]} addresses for a plan of {len(self)} tensors")
         return addresses
 
 
 class _Numbers:
     """Which numbers some tensors hold, as far as a pass has to know that to find NaN and Inf."""
 
-    def __init__(self, kinds: npt.NDArray[np.uint8], patterns: npt.NDArray[np.uint64]) -> None:
-        self._kinds, self._patterns = kinds, patterns
-        self.addresses = _address_of(kinds), _address_of(patterns)
-
-    @classmethod
-    def of(cls, dtypes: Sequence[str]) -> "_Numbers":
+    def __init__(self, dtypes: Sequence[str]) -> None:
         """Those of tensors with these wire names."""
         kinds = {name: kind for kind, name in enumerate(NON_FINITE, start=1)}
-        return cls(
-            np.array([kinds.get(name, 0) for name in dtypes], np.uint8),
-            np.array(list(NON_FINITE.values()), np.uint64),
-        )
+        self._kinds = np.array([kinds.get(name, 0) for name in dtypes], np.uint8)
+        self._patterns = np.array(list(NON_FINITE.values()), np.uint64)
+        self.addresses = _address_of(self._kinds), _address_of(self._patterns)
 
     def find(self, src: Addresses, nbytes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """Look through the tensors at some addresses, by numpy: a pass of its own."""
@@ -301,6 +339,13 @@ class _Numbers:
         return False
 
 
+def blocks_at(blocks: Blocks, addresses: Addresses) -> npt.NDArray[np.uint64]:
+    """Blocks as `block_digests` takes them, of tensors at `addresses`, one for each stored one."""
+    at = addresses[blocks.tensors] + blocks.starts.astype(np.uint64)
+    rest = (blocks.rows, blocks.widths, blocks.pitches)
+    return np.stack((at, *(column.astype(np.uint64) for column in rest)), 1)
+
+
 def block_digests(
     blocks: npt.NDArray[np.uint64], *, num_threads: int | None = None
 ) -> npt.NDArray[np.uint8]:
@@ -309,7 +354,7 @@ def block_digests(
     Args:
         blocks: uint64, shape [blocks, 4]: address of the first byte, rows, bytes of a row's piece,
             and how far one piece is behind the one before it.
-        num_threads: threads to use; None takes the usable cores.
+        num_threads: threads to use; None takes the usable cores, at most 8.
 
     """
     blocks = np.ascontiguousarray(blocks, np.uint64)
@@ -418,11 +463,6 @@ def _finish(shares: list[_Share]) -> None:
 
 _POOL = _Pool()
 NATIVE, _HASH, _CAUSE = _load_native()
-
-
-def native_module() -> ModuleType | None:
-    """The compiled module, or None where it is not in use."""
-    return NATIVE
 
 
 def native_cause() -> str | None:

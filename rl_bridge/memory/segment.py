@@ -60,9 +60,9 @@ def _try(fd: int, kind: int, start: int, length: int) -> bool:
     return True
 
 
-def try_shared(fd: int, *, start: int = 0, length: int = 1) -> bool:
-    """Take a reader's lock; False if a writer holds the range. Never waits."""
-    return _try(fd, fcntl.F_RDLCK, start, length)
+def try_shared(fd: int, *, start: int = 0) -> bool:
+    """Take a reader's lock on a byte; False if a writer holds it. Never waits."""
+    return _try(fd, fcntl.F_RDLCK, start, 1)
 
 
 def try_exclusive(fd: int, *, start: int = 0, length: int = 1) -> bool:
@@ -70,9 +70,9 @@ def try_exclusive(fd: int, *, start: int = 0, length: int = 1) -> bool:
     return _try(fd, fcntl.F_WRLCK, start, length)
 
 
-def unlock(fd: int, *, start: int = 0, length: int = 1) -> None:
-    """Give the range back."""
-    _try(fd, fcntl.F_UNLCK, start, length)
+def unlock(fd: int) -> None:
+    """Give the lock of the first byte back."""
+    _try(fd, fcntl.F_UNLCK, 0, 1)
 
 
 def is_held(fd: int, *, start: int = 0, length: int = 1) -> bool:
@@ -106,10 +106,9 @@ class SegmentRef(BaseModel):
 def require_resources(error: OSError) -> None:
     """Tell this process's own shortage from a segment that is gone."""
     if error.errno in SHORTAGE_NUMBERS:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"this process cannot open or map shared memory now: {error}. Free some and try again."
-        )
-        raise WeightBridgeUnavailableError(msg) from error
+        ) from error
 
 
 def process_start_time(pid: int) -> int | None:
@@ -180,11 +179,10 @@ class OwnedSegment:
         return fd
 
     def _refuse_invisible(self) -> NoReturn:
-        msg = (
+        raise SegmentError(
             f"/proc does not show this process (pid {self.ref.pid}), so no other one could open "
             "its memory. Give it a /proc: mount that of this process's own pid namespace."
         )
-        raise SegmentError(msg)
 
     @classmethod
     def make(
@@ -215,11 +213,10 @@ class OwnedSegment:
                 remedy = "Free memory"
             else:
                 remedy = "Choose a directory= on a tmpfs with room"
-            msg = (
+            raise SegmentError(
                 f"cannot make shared memory {name!r} of {nbytes} bytes: {error}. {remedy}, or "
                 "lower max_slots."
-            )
-            raise SegmentError(msg) from error
+            ) from error
 
     @property
     def is_whole(self) -> bool:
@@ -238,12 +235,11 @@ def _require_memory(name: str, nbytes: int) -> None:
         return
     available = vm.available_memory()
     if available is not None and nbytes > available:
-        msg = (
+        raise SegmentError(
             f"shared memory {name!r} needs {nbytes} bytes, and {available} are available to this "
             "process. Free memory, publish less (an expanded tensor takes its full size), lower "
             "max_slots, or raise the memory limit of its cgroup."
         )
-        raise SegmentError(msg)
 
 
 def open_segment(
@@ -294,8 +290,7 @@ def open_segment(
             else "It was released, its publisher died, or the publisher's bridge was closed or "
             "dropped: publish again. Or directory= is not the publisher's: give both the same."
         )
-        msg = f"segment {where} cannot be opened: {error}. {hint}"
-        raise SegmentError(msg) from error
+        raise SegmentError(f"segment {where} cannot be opened: {error}. {hint}") from error
     try:
         _check_identity(fd, ref, where, writable=writable)
     except BaseException:
@@ -312,17 +307,15 @@ def _path_of(ref: SegmentRef, directory: Path | None) -> str:
 
 def _check_name(ref: SegmentRef, directory: Path | None) -> None:
     if not _FILE_NAME.fullmatch(ref.name):
-        msg = (
+        raise BadSegmentName(
             f"segment name {ref.name!r} is no plain segment name of this transport. Use the "
             "manifest as it was published."
         )
-        raise BadSegmentName(msg)
     if directory is None:
-        msg = (
+        raise SegmentError(
             f"segment {ref.name!r} lies in a directory that the publisher chose. "
             "Give this side the same directory=."
         )
-        raise SegmentError(msg)
 
 
 def _check_owner(ref: SegmentRef, where: str) -> None:
@@ -330,12 +323,11 @@ def _check_owner(ref: SegmentRef, where: str) -> None:
     if started is None and _is_another_users(ref.pid):
         raise WeightBridgeUnavailableError(_denied(ref, where, "its process is hidden"))
     if started != ref.start_time:
-        msg = (
+        raise SegmentError(
             f"the publisher (pid {ref.pid}) is gone or not visible from this process, so its "
             "memory cannot be opened. Publish again; between containers, give both sides a "
             "shared directory=."
         )
-        raise SegmentError(msg)
 
 
 def _is_another_users(pid: int) -> bool:
@@ -363,30 +355,27 @@ def _check_identity(fd: int, ref: SegmentRef, where: str, *, writable: bool) -> 
     status = os.fstat(fd)
     _check_file(status, ref, where)
     if status.st_size != ref.nbytes:
-        msg = (
+        raise SegmentError(
             f"segment {where} has {status.st_size} bytes, the manifest says {ref.nbytes}: it was "
             "truncated or altered. Publish again."
         )
-        raise SegmentError(msg)
     if ref.kind == "memfd":
         needed = _SIZE_SEALS if writable else _DATA_SEALS
         seals = _seals(fd)
         if seals & needed != needed:
-            msg = (
+            raise SegmentError(
                 f"segment {where} is not sealed (seals {seals:#x}, expected {needed:#x}): its "
                 "owner could change it. Use the manifest as it was published."
             )
-            raise SegmentError(msg)
 
 
 def _check_file(status: os.stat_result, ref: SegmentRef, where: str) -> None:
     found = (status.st_dev, status.st_ino)
     if found != (ref.device, ref.inode) or not stat.S_ISREG(status.st_mode):
-        msg = (
+        raise SegmentError(
             f"segment {where} was replaced: expected device and inode {(ref.device, ref.inode)}, "
             f"found {found}. The update is gone: publish again."
         )
-        raise SegmentError(msg)
 
 
 def _seals(fd: int) -> int:

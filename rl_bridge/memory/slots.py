@@ -148,12 +148,11 @@ def read_stamp(fd: int, ref: SegmentRef) -> Stamp:
     raw = os.pread(fd, _STAMP.size, ref.nbytes - vm.PAGE) if ref.nbytes >= vm.PAGE else b""
     stamp = parse_stamp(raw)
     if stamp is None:
-        msg = (
+        raise SegmentError(
             f"segment inode {ref.inode} holds no stamp of this transport: it is not a slot, it was "
             "written by another release of rl_bridge, or it was truncated. Use one release and the "
             "manifest as it was published, or publish again."
         )
-        raise SegmentError(msg)
     return stamp
 
 
@@ -304,11 +303,10 @@ class SlotRing:
         slot = self._make_slot(arena_nbytes)
         if not leases.try_exclusive(slot.segment.fd):
             slot.close()
-            msg = (
+            raise WeightBridgeError(
                 f"a new slot of {slot.nbytes} bytes was locked by somebody else before its "
                 "first use. Keep other programs out of this process's descriptors, and try again."
             )
-            raise WeightBridgeError(msg)
         self._slots.append(slot)
         return slot
 

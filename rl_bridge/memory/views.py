@@ -103,8 +103,9 @@ def anonymous_pin(nbytes: int) -> Pin:
     try:
         address = vm.map_anonymous(nbytes)
     except OSError as error:
-        msg = f"no {nbytes} bytes of memory for a copy of an update: {error}. Free some, try again."
-        raise WeightBridgeUnavailableError(msg) from error
+        raise WeightBridgeUnavailableError(
+            f"no {nbytes} bytes of memory for a copy of an update: {error}. Free some, try again."
+        ) from error
     pin = Pin(address, nbytes)
     weakref.finalize(pin.buffer, vm.unmap, address, nbytes).atexit = False
     return pin
@@ -207,7 +208,8 @@ class LeasedView(ABC):
         try:
             with self._lock:
                 self._is_leased = True
-                self._require_free(update_id, is_leased=leases.try_shared(self.fd))
+                if not leases.try_shared(self.fd):
+                    raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))  # noqa: TRY301
                 stamp = read_stamp(self.fd, self.ref)
                 self._check_stamp(stamp, update_id, generation, arena_nbytes)
                 pin.header = stamp.header
@@ -215,10 +217,6 @@ class LeasedView(ABC):
             del pin  # a caller that keeps the exception must not keep the lease
             raise
         return pin
-
-    def _require_free(self, update_id: str, *, is_leased: bool) -> None:
-        if not is_leased:
-            raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
 
     def _check_stamp(
         self, stamp: Stamp, update_id: str, generation: int, arena_nbytes: int
@@ -292,11 +290,10 @@ class SegmentView(LeasedView):
             vm.map_fixed(address, self.nbytes, self.fd)
         except OSError as error:
             require_resources(error)
-            msg = (
+            raise SegmentError(
                 f"segment inode {self.ref.inode} of {self.nbytes} bytes cannot be mapped: {error}. "
                 "Publish again, or use local-clone in one process."
-            )
-            raise SegmentError(msg) from error
+            ) from error
         return address
 
     def refresh(self, address: int, nbytes: int) -> bool:
@@ -316,11 +313,10 @@ class SegmentView(LeasedView):
             vm.prefault(self.address, vm.round_up(max(nbytes, 1)))
         except OSError as error:
             require_resources(error)
-            msg = (
+            raise SegmentError(
                 f"pages of segment inode {self.ref.inode} cannot be read: {error}. The update is "
                 "lost: publish again."
-            )
-            raise SegmentError(msg) from error
+            ) from error
 
 
 class ViewCache:
@@ -385,8 +381,9 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
     def pin(self) -> Pin:
         """The memory behind it."""
         if self.held is None:
-            msg = "these are the tensors of an update that was refused or undone: they are gone."
-            raise WeightUpdateRejectedError(msg)
+            raise WeightUpdateRejectedError(
+                "these are the tensors of an update that was refused or undone: they are gone."
+            )
         return self.held
 
     def forget(self) -> None:
@@ -421,12 +418,11 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
         return f"<{len(self)} imported tensors, {self.table.total_nbytes} bytes>"
 
     def __reduce__(self) -> NoReturn:
-        msg = (
+        raise TypeError(
             f"{len(self)} imported tensors cannot be pickled or copied as they are: they lie in "
             "memory of a publisher. Copy the tensors, {name: t.clone() for name, t in ...items()}, "
             "or send the manifest and import it in the other process."
         )
-        raise TypeError(msg)
 
     @property
     def addresses(self) -> Addresses:
@@ -448,24 +444,20 @@ class Attachment:
     ) -> None:
         """Attach to a pinned arena; `plan` digests it.
 
-        With `is_part`, the arena holds only the ranges that were asked for. If none were, it may
-        lack the room for the others, and `pin` may be None: there is no arena then.
+        `num_threads` threads do; None takes the usable cores, at most 8. With `is_part`, the arena
+        holds only the ranges that were asked for. If none were, it may lack the room for the
+        others, and `pin` may be None: there is no arena then.
         """
         self.tensors = ImportedTensors(table, pin)
         self.is_part = is_part
+        self.num_threads = num_threads
         self._plan = plan
-        self._num_threads = num_threads
         self._arrived: bytes | None = None
 
     @property
     def is_digested(self) -> bool:
         """Whether this side digested the whole arena while it wrote it, and nobody asked yet."""
         return self._arrived is not None
-
-    @property
-    def num_threads(self) -> int | None:
-        """Threads that digest; None takes the usable cores."""
-        return self._num_threads
 
     def digested(self, arrived: bytes | None) -> None:
         """Note what this side itself digested when it wrote the arena; None where it did not."""
@@ -486,7 +478,7 @@ class Attachment:
 
     def _digest_all(self) -> bytes:
         assert self._plan is not None
-        return self._plan.digest(self.tensors.addresses, num_threads=self._num_threads)
+        return self._plan.digest(self.tensors.addresses, num_threads=self.num_threads)
 
     def refresh(self, expected: bytes, found: bytes) -> bytes:
         """Read again those tensors that differ, after dropping this process's own stale pages.
@@ -512,7 +504,5 @@ class Attachment:
             return found
         plan = self.tensors.pin.place.plan(sizes)
         again = bytearray(found)
-        digest_rows(again)[rows] = digest_rows(
-            plan.digest(addresses, num_threads=self._num_threads)
-        )
+        digest_rows(again)[rows] = digest_rows(plan.digest(addresses, num_threads=self.num_threads))
         return bytes(again)

@@ -26,6 +26,7 @@ _GIB = 1 << 30
 _HUGE = 2 << 20
 
 _PROT_NONE = 0
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MADV_DONTNEED = 4
@@ -43,6 +44,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = _libc.mremap.restype = c_void_p
 _libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
 _libc.munmap.argtypes = [c_void_p, c_size_t]
+_libc.mprotect.argtypes = [c_void_p, c_size_t, c_int]
 _libc.madvise.argtypes = [c_void_p, c_size_t, c_int]
 _libc.mremap.argtypes = [c_void_p, c_size_t, c_size_t, c_int, c_void_p]
 _libc.sync_file_range.argtypes = [c_int, c_int64, c_int64, c_uint]
@@ -121,19 +123,30 @@ def reserve(nbytes: int) -> int:
 def map_fixed(address: int, nbytes: int, fd: int) -> None:
     """Map `fd` privately (reads share the file's pages, writes stay here) over a reserved range."""
     flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-    _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
+    _mmap(address, nbytes, _READ_WRITE, flags, fd)
 
 
 def map_anonymous(nbytes: int) -> int:
     """Map fresh zero-filled memory of this process, anywhere; returns the address."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags)
+    return _mmap(None, nbytes, _READ_WRITE, flags)
 
 
-def map_shared(address: int, nbytes: int, fd: int) -> None:
-    """Map `fd` shared and writable over a reserved range."""
-    flags = mmap.MAP_SHARED | _MAP_FIXED
-    _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
+def map_shared(address: int, nbytes: int, fd: int, *, prot: int = _READ_WRITE) -> None:
+    """Map `fd` shared over a reserved range."""
+    _mmap(address, nbytes, prot, mmap.MAP_SHARED | _MAP_FIXED, fd)
+
+
+def protect(address: int, nbytes: int, *, writable: bool) -> None:
+    """Let mappings be read, and written to if `writable`."""
+    if _libc.mprotect(address, nbytes, _READ_WRITE if writable else mmap.PROT_READ):
+        raise _os_error(f"mprotect of {nbytes} bytes")
+
+
+def vacate(address: int, nbytes: int) -> None:
+    """Unmap what lies there; the addresses stay reserved."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    _mmap(address, nbytes, _PROT_NONE, flags)
 
 
 def unmap(address: int, nbytes: int) -> None:

@@ -69,15 +69,9 @@ class Deadline:
 
 
 def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
-    """Wait for an actor's answer.
+    """Wait for an actor's answer. An exception of the actor's method comes out as it is.
 
-    An exception of the actor's method comes out as it is.
-
-    Args:
-        name: the actor's, for the message.
-        what: what it was asked to do, such as ``install version 3``.
-        reference: what Ray gave for the call.
-        deadline: until when.
+    `name` and `what` it was asked to do, such as ``install version 3``, are for the message.
 
     Raises:
         EngineLost: the actor died, cannot be reached, or cannot be started or placed by Ray.
@@ -225,10 +219,7 @@ class RolloutAnswer(Said):
     def of(self, executor: RolloutExecutor, groups: Mapping[str, str]) -> Self:
         """The same, with the version that `executor` holds.
 
-        Args:
-            executor: the rollout's.
-            groups: update -> root of the whole group's version, where it holds a share of one.
-
+        `groups` has the root of the whole group's version, by updates that are a share of one.
         """
         version = executor.active_weight_version
         last = executor.last_ack

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from rl_bridge.errors import (
-    EngineLost,
     TornEngine,
     WeightBridgeError,
     WeightUpdateRejectedError,
@@ -191,7 +190,7 @@ class RolloutFleet:
         # The trainer first: it must listen before the rollout connects.
         manifest = self._trainers.serve(name, choices, deadline)
         call = actor.join_weights.remote(choice.to_json())
-        answer = _answer((yield from awaited(name, "join", call, deadline)))
+        answer = RolloutAnswer.from_json((yield from awaited(name, "join", call, deadline)))
         if answer.error:
             raise WeightUpdateRejectedError(
                 f"rollout {name!r} did not join by {choice.transport}: {answer.error}: "
@@ -203,7 +202,7 @@ class RolloutFleet:
         if manifest:
             call = actor.update_weights.remote(manifest)
             what = f"install version {version}"
-            answer = _answer((yield from awaited(name, what, call, deadline)))
+            answer = RolloutAnswer.from_json((yield from awaited(name, what, call, deadline)))
         self._members[name] = _Member(actor, choice, answer)
         if manifest and name not in self.routable:
             raise WeightUpdateRejectedError(
@@ -294,7 +293,7 @@ class RolloutFleet:
                 yield from ended(name, what, member.call)
                 late.discard(name)
             call = member.call = member.actor.update_weights.remote(manifest)
-            answer = _answer((yield from awaited(name, what, call, deadline)))
+            answer = RolloutAnswer.from_json((yield from awaited(name, what, call, deadline)))
             member.call = None
             if answer.outcome != "unjoined":
                 member.answer = answer
@@ -326,7 +325,7 @@ class RolloutFleet:
         member = self._members[name]
         member.answer = None
         reference = member.actor.weight_status.remote()
-        member.answer = _answer(
+        member.answer = RolloutAnswer.from_json(
             result_of(name, "tell its status", reference, Deadline(self._timeout_s))
         )
         return member.answer
@@ -352,12 +351,3 @@ def _why(answer: RolloutAnswer) -> str:
     if answer.outcome == "unjoined":
         return "it was started anew meanwhile, and has no transport yet"
     return "another driver had it install that"
-
-
-def _answer(text: Any) -> RolloutAnswer:
-    if not isinstance(text, bytes):
-        raise EngineLost(
-            f"a rollout answered with a {type(text).__name__}, expected bytes. Use "
-            "rl_bridge.ray.RolloutActor for its class."
-        )
-    return RolloutAnswer.from_json(text)

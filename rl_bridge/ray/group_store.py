@@ -83,9 +83,7 @@ class GroupStore:
     ) -> tuple[list[str | None], str | None]:
         """Wait until all keys are there, or the one called `end`, or the time is up.
 
-        Returns:
-            The texts, by key, and that of `end`; None for each that is not there.
-
+        Returns the texts, by key, and that of `end`; None for each that is not there.
         """
         async with self._changed:
             ready = self._changed.wait_for(

@@ -75,12 +75,7 @@ class SharedDirectory(Said):
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> Self:
-        """The directory at `path`.
-
-        Raises:
-            WeightBridgeUnavailableError: there is none that this process may write to.
-
-        """
+        """The directory at `path`; it must be one that this process may write to."""
         where = Path(path).absolute()
         try:
             status = where.stat()
@@ -217,35 +212,28 @@ def look_around(
     )
 
 
-def choose_transport(
-    publisher: EndpointFacts,
-    consumer: EndpointFacts,
-    *,
-    preference: Sequence[str] = PREFERENCE,
-) -> PairChoice:
+def choose_transport(publisher: EndpointFacts, consumer: EndpointFacts) -> PairChoice:
     """Choose a pair's transport; a pure function.
 
     Args:
         publisher: the trainer's facts.
         consumer: the engine's facts, found with those of the publisher.
-        preference: transports that may be used, the best one first.
 
     Raises:
         WeightBridgeUnavailableError: none of them works between the two; says why of each.
 
     """
-    (choice,) = choose_for_group([(publisher, consumer)], preference=preference)
+    (choice,) = choose_for_group([(publisher, consumer)])
     return choice.model_copy(update={"group": ""})
 
 
 def choose_for_group(
-    pairs: Sequence[tuple[EndpointFacts, EndpointFacts]], *, preference: Sequence[str] = PREFERENCE
+    pairs: Sequence[tuple[EndpointFacts, EndpointFacts]],
 ) -> tuple[PairChoice, ...]:
     """Choose the transport that one consumer reads all ranks of a group by; a pure function.
 
     Args:
         pairs: by rank, the rank's facts, and the consumer's, found with those of that rank.
-        preference: transports that may be used, the best one first.
 
     Returns:
         By rank, the choice: all of one transport and one channel.
@@ -255,7 +243,7 @@ def choose_for_group(
 
     """
     not_taken: dict[str, str] = {}
-    for name in preference:
+    for name in PREFERENCE:
         found = [_found(name, *pair) for pair in pairs]
         choices = [one for one in found if isinstance(one, PairChoice)]
         if len(choices) < len(found):

@@ -58,22 +58,13 @@ class GroupRank:
 
 @dataclass(slots=True, eq=False)
 class _Channel:
-    """A bridge, and what was published through it.
-
-    Attributes:
-        bridge: closed with the channel.
-        group: publishes through the bridge as a rank of a group; None: the bridge does, alone.
-        current: the version that was published last; None before the first.
-        before: the version before that one, until the next publication.
-        is_used: whether a rollout uses the channel.
-
-    """
+    """A bridge, and what was published through it."""
 
     bridge: TensorBridge
-    group: GroupPublisher | None
+    group: GroupPublisher | None  # publishes through it as a rank of a group
     current: WeightUpdateManifest | None = None
-    before: WeightUpdateManifest | None = None
-    is_used: bool = False
+    before: WeightUpdateManifest | None = None  # until the next publication
+    is_used: bool = False  # by a rollout
 
     def release(self, manifest: WeightUpdateManifest) -> None:
         """Release a version. Idempotent."""

@@ -31,20 +31,12 @@ Outcome = Literal["acknowledged", "refused", "torn", "unjoined", "status"]
 
 @dataclass(slots=True)
 class _Channel:
-    """How versions come to the engine.
+    """How versions come to the engine."""
 
-    Attributes:
-        choice: transport, group and options that it was made for.
-        executor: installs what comes.
-        bridge: imports it.
-        before: until the first version, the closed executor of the channel before.
-
-    """
-
-    choice: tuple[str, str, Mapping[str, str]]
+    choice: tuple[str, str, Mapping[str, str]]  # transport, group and options
     executor: RolloutExecutor
     bridge: TensorBridge
-    before: RolloutExecutor | None
+    before: RolloutExecutor | None  # until the first version: the channel before, closed
 
     @property
     def holder(self) -> RolloutExecutor:
@@ -197,8 +189,9 @@ class RolloutEndpoint:
         version = holder.active_weight_version
         if version is None:  # an update in another thread has failed since the look before
             holder.check_servable()
-            msg = f"rollout {self._worker!r} loses its version just now. Ask it again."
-            raise WeightBridgeUnavailableError(msg)
+            raise WeightBridgeUnavailableError(
+                f"rollout {self._worker!r} loses its version just now. Ask it again."
+            )
         return version
 
     @deferred_interrupts()

@@ -37,14 +37,7 @@ class Trainers:
     """
 
     def __init__(self, trainer: Any, *, timeout_s: float, take_over: bool = False) -> None:
-        """Have the actors join this fleet, and ask for their last publication.
-
-        Raises:
-            SessionRefused: another fleet has them.
-            WeightBridgeError: one is dead, or does not answer.
-            ValueError: no actor at all.
-
-        """
+        """Have the actors join this fleet, and ask for their last publication."""
         self.is_group = isinstance(trainer, Sequence)
         self._actors = list(trainer) if isinstance(trainer, Sequence) else [trainer]
         if not self._actors:
@@ -102,12 +95,7 @@ class Trainers:
         self._facts = []
 
     def choose(self, name: str, actor: Any, deadline: Deadline) -> Steps[list[PairChoice]]:
-        """The steps to how a rollout reads them: a choice for each, of one channel.
-
-        Raises:
-            WeightBridgeError: it is dead or silent, or nothing works.
-
-        """
+        """The steps to how a rollout reads them: a choice for each, of one channel."""
         if not self._facts:
             self._see_current("answer", deadline)
             told = self._ask("answer", "weight_facts", deadline)
@@ -123,12 +111,7 @@ class Trainers:
         return list(choose_for_group(list(zip(endpoints, found, strict=True))))
 
     def serve(self, name: str, choices: Sequence[PairChoice], deadline: Deadline) -> bytes:
-        """Open a rollout's channel; the manifest of the current version, empty before the first.
-
-        Raises:
-            WeightBridgeError: it cannot be opened.
-
-        """
+        """Open a rollout's channel; the manifest of the current version, empty before the first."""
         self._see_current("answer", deadline)
         given = [(choice.to_json(),) for choice in choices]
         manifest: bytes = self._same(self._ask(f"serve {name}", "serve_weights", deadline, given))
@@ -161,18 +144,7 @@ class Trainers:
         used: Collection[str],
         deadline: Deadline,
     ) -> Mapping[str, bytes]:
-        """Publish the weights of now; channel -> manifest.
-
-        Args:
-            weight_version: its version; None for the next one of the trainer.
-            metadata: for the manifest.
-            used: the channels that rollouts use; all others are dropped before.
-            deadline: until when.
-
-        Raises:
-            WeightBridgeError: nothing is published.
-
-        """
+        """Publish the weights of now; channel -> manifest. Channels without users are dropped."""
         what = f"publish version {'next' if weight_version is None else weight_version}"
         is_open = self._see_current(what, deadline).channels
         num = len(self._actors)
@@ -201,14 +173,7 @@ class Trainers:
         deadline: Deadline,
         given: Sequence[tuple[object, ...]] | None = None,
     ) -> list[Any]:
-        """Call a method of each, with what is given for each; the answers of all.
-
-        Raises:
-            _StartedAnew: one has no fleet.
-            SessionRefused: another fleet has one.
-            Exception: what the calls raised.
-
-        """
+        """Call a method of each, with what is given for each; the answers of all."""
         each = zip(self._actors, given or [()] * len(self._actors), strict=True)
         calls = [actor.for_weight_fleet.remote(self._fleet, method, *mine) for actor, mine in each]
         return [answer for _, answer in self._answers(what, calls, deadline)]

@@ -4,10 +4,10 @@ The side-car's half needs the extra ``remote``, the client's half httpx, which i
 """
 
 from rl_bridge.bridge.executor import TwoPhaseExecutor
+from rl_bridge.remote.answers import Recovery, Status, UpdateView
 from rl_bridge.remote.client import RemoteEngine, RemoteWeightLoader
 from rl_bridge.remote.config import SidecarConfig
 from rl_bridge.remote.serve import create_app, serve
-from rl_bridge.remote.views import Recovery, Status, UpdateView
 
 __all__ = [
     "Recovery",

@@ -24,13 +24,12 @@ from starlette.exceptions import HTTPException
 from rl_bridge.bridge.executor import TwoPhaseExecutor, require_two_phase
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import problem_words
+from rl_bridge.remote.answers import MEDIA_TYPE, STATUSES, Problem, Status, UpdateView, http_problem
 from rl_bridge.remote.config import SidecarConfig
 from rl_bridge.remote.gate import Gate, refusal
-from rl_bridge.remote.problems import MEDIA_TYPE, STATUSES, Problem, http_problem
 from rl_bridge.remote.sidecar import Sidecar
 from rl_bridge.remote.signing import SCHEME, read_key
 from rl_bridge.remote.state import Ledger, NonceBook, StateDirectory
-from rl_bridge.remote.views import Status, UpdateView
 
 # ---- the OpenAPI description ---------------------------------------------------------------------
 
@@ -206,11 +205,10 @@ class _Steps:
 
     async def _do(self, name: str, step: Callable[[], T]) -> T:
         if self.busy is not None:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"cannot {name} now: the side-car is busy with {self.busy}. Wait until GET /status "
                 "says that it is not, and send it again."
             )
-            raise WeightBridgeUnavailableError(msg)
         self.busy = name
         start = time.monotonic()
         future = asyncio.get_running_loop().run_in_executor(self._pool, step)
@@ -218,11 +216,10 @@ class _Steps:
         timeout_s = self._config.step_timeout_s
         await asyncio.wait([future], timeout=timeout_s)
         if not future.done():
-            msg = (
+            raise DeadlineExceeded(
                 f"the engine did not {name} within {timeout_s:g} s, and may still do it. Ask GET "
                 "/status, which says when it is over."
             )
-            raise DeadlineExceeded(msg)
         return future.result()
 
     def _over(self, name: str, start: float, done: "asyncio.Future[T]") -> None:
@@ -393,8 +390,9 @@ def _open_routes(sidecar: Sidecar, metrics: Metrics) -> APIRouter:
         """Whether the engine may answer requests, as its last step left it; 503 if not."""
         found = sidecar.status()
         if not found.servable:
-            msg = f"the engine is {found.state}, expected it to be serving. Send it an update."
-            raise WeightBridgeUnavailableError(msg)
+            raise WeightBridgeUnavailableError(
+                f"the engine is {found.state}, expected it to be serving. Send it an update."
+            )
         return Health()
 
     @router.get("/metrics", response_class=PlainTextResponse)

@@ -1,7 +1,6 @@
 """`RemoteEngine`: an engine behind a side-car, with the methods of a `RolloutExecutor`."""
 
 import asyncio
-import errno
 import os
 import ssl
 import time
@@ -21,25 +20,27 @@ from rl_bridge.errors import (
     TornEngine,
     WeightBridgeError,
     WeightBridgeUnavailableError,
+    require_sendable,
 )
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.remote.answers import Status, UpdateView, raised_by
 from rl_bridge.remote.config import needed
-from rl_bridge.remote.problems import raised_by
 from rl_bridge.remote.signing import ANSWER_HEADER, read_key
-from rl_bridge.remote.views import Status, UpdateView
 from rl_bridge.strategies.receiver import PendingUpdates, WeightLoader, WeightTransferReceiver
 from rl_bridge.strategies.requests import AbandonedWeightUpdateRequest, WeightUpdateRequest
 from rl_bridge.transports.wire.tls import TLSFiles, load_tls
 
 _MAX_ANSWER_NBYTES: Final = 16 * 1024 * 1024
 _SUCCESS: Final = range(200, 300)
-_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 View = TypeVar("View", bound=BaseModel)
 
 
 class RemoteEngine:
     """One engine on another host, or in another process. Not thread-safe.
+
+    Every method that asks the side-car may raise what `status` does, and the steps of an update
+    what `update_weights` does, besides what each of them lists.
 
     Attributes:
         url: of its side-car.
@@ -73,14 +74,13 @@ class RemoteEngine:
         """
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query:
-            msg = f"url is {url!r}, expected one such as 'http://127.0.0.1:8471'. Give that."
-            raise ValueError(msg)
+            raise ValueError(
+                f"url is {url!r}, expected one such as 'http://127.0.0.1:8471'. Give that."
+            )
         if tls is not None and parts.scheme != "https":
-            msg = f"url is {url!r} and tls= is given, expected https://. Give that."
-            raise ValueError(msg)
+            raise ValueError(f"url is {url!r} and tls= is given, expected https://. Give that.")
         if not timeout_s > 0:
-            msg = f"timeout_s is {timeout_s!r}, expected more than 0. Give seconds."
-            raise ValueError(msg)
+            raise ValueError(f"timeout_s is {timeout_s!r}, expected more than 0. Give seconds.")
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.last_ack: Acknowledgement | None = None
         self._key = read_key(key_file)
@@ -118,22 +118,12 @@ class RemoteEngine:
         return self.commit_weights(update_id)
 
     def import_weights(self, manifest: WeightUpdateManifest | str | bytes) -> UpdateView:
-        """Make the side-car import an update and verify every byte.
-
-        Raises:
-            WeightBridgeError: as `update_weights`.
-
-        """
+        """Make the side-car import an update and verify every byte."""
         text = WeightUpdateManifest.of(manifest, caller="import_weights").to_json()
         return self._send("POST", "/updates", UpdateView, text.encode("ascii"))
 
     def prepare_weights(self, update: UpdateRef) -> UpdateView:
-        """Let the engine find every reason to refuse it; it serves on.
-
-        Raises:
-            WeightBridgeError: as `update_weights`.
-
-        """
+        """Let the engine find every reason to refuse it; it serves on."""
         update_id = update_id_of(update, caller="prepare_weights")
         return self._send("POST", f"/updates/{update_id}/prepare", UpdateView)
 
@@ -143,28 +133,19 @@ class RemoteEngine:
         Returns:
             What `update_weights` returns.
 
-        Raises:
-            WeightBridgeError: as `update_weights`.
-
         """
         update_id = update_id_of(update, caller="commit_weights")
         view = self._send("POST", f"/updates/{update_id}/commit", UpdateView)
         if view.acknowledgement is None:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the side-car at {self.url} committed version {view.weight_version} and gave "
                 "no acknowledgement. Use the same release on both sides."
             )
-            raise WeightBridgeUnavailableError(msg)
         self.last_ack = view.acknowledgement
         return InstalledUpdate.of(view.acknowledgement)
 
     def abort_weights(self, update: UpdateRef, reason: str) -> UpdateView:
-        """Abort an update that is not committed.
-
-        Raises:
-            WeightBridgeError: as `update_weights`.
-
-        """
+        """Abort an update that is not committed."""
         update_id = update_id_of(update, caller="abort_weights")
         body = canonical_json({"reason": reason[:1000]}).encode("ascii")
         return self._send("POST", f"/updates/{update_id}/abort", UpdateView, body)
@@ -174,7 +155,6 @@ class RemoteEngine:
 
         Raises:
             UnknownUpdate: the side-car does not know it.
-            WeightBridgeError: as `status`.
 
         """
         return self._send("GET", f"/updates/{update_id_of(update, caller='update')}", UpdateView)
@@ -202,23 +182,23 @@ class RemoteEngine:
             TornEngine: it is torn.
             EngineLost: it is gone, or another one is in its place.
             WeightBridgeUnavailableError: it has no verified version.
-            WeightBridgeError: as `status`.
 
         """
         status = self.status()
         if status.state == "torn":
-            msg = f"the engine behind {self.url} is torn. Install a later version in full."
-            raise TornEngine(msg)
+            raise TornEngine(
+                f"the engine behind {self.url} is torn. Install a later version in full."
+            )
         if status.state == "lost":
-            msg = (
+            raise EngineLost(
                 f"the engine behind {self.url} is not the one that was updated: {status.lost}. See "
                 "that it runs, and send it a version: the last one, or a later one."
             )
-            raise EngineLost(msg)
         if not status.servable:
             why = status.recovery.detail
-            msg = f"the engine behind {self.url} has no verified version ({why}). Send it one."
-            raise WeightBridgeUnavailableError(msg)
+            raise WeightBridgeUnavailableError(
+                f"the engine behind {self.url} has no verified version ({why}). Send it one."
+            )
 
     def close(self) -> None:
         """Close the connection; the engine keeps its version. Idempotent."""
@@ -236,8 +216,7 @@ class RemoteEngine:
 
     def _send(self, method: str, path: str, view: type[View], body: bytes = b"") -> View:
         if self._client.is_closed:
-            msg = "this client is closed. Make a new RemoteEngine."
-            raise BridgeClosed(msg)
+            raise BridgeClosed("this client is closed. Make a new RemoteEngine.")
         headers = {"content-type": "application/json"} if body else {}
         request = self._client.build_request(method, self.url + path, content=body, headers=headers)
         target = request.url.raw_path.decode("latin-1")
@@ -249,24 +228,24 @@ class RemoteEngine:
         except self._httpx.TimeoutException as error:
             raise self._too_late(what) from error
         except self._httpx.TransportError as error:
+            if isinstance(error, self._httpx.ConnectError):
+                require_sendable(error, what)
             raise self._lost(what, error) from error
         is_signed = self._key.is_answer(signature, status, signed.nonce, answer)
         if status not in _SUCCESS:
             raise self._refusal(status, answer, is_signed=is_signed)
         if not is_signed:
-            msg = (
+            raise SignatureRefused(
                 f"the answer to {what} is not signed with this client's key: whoever listens at "
                 f"{self.url} is not the side-car. Give the side-car's own URL and key file."
             )
-            raise SignatureRefused(msg)
         try:
             return view.model_validate_json(answer)
         except ValidationError as error:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the side-car answered {what} with {answer[:200]!r}, expected a {view.__name__}. "
                 "Use the same release on both sides."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
 
     def _receive(self, request: Any, what: str) -> tuple[int, str | None, bytes]:
         """Send and read the answer, within the deadline as a whole and a bound of its size."""
@@ -277,11 +256,10 @@ class RemoteEngine:
             for part in response.iter_raw():
                 answer += part
                 if len(answer) > _MAX_ANSWER_NBYTES:
-                    msg = (
+                    raise WeightBridgeUnavailableError(
                         f"the answer to {what} has more than {_MAX_ANSWER_NBYTES} bytes. Is "
                         f"{self.url} a side-car?"
                     )
-                    raise WeightBridgeUnavailableError(msg)
                 if time.monotonic() > end:
                     raise self._too_late(what)
         finally:
@@ -308,11 +286,6 @@ class RemoteEngine:
     def _lost(self, what: str, error: Exception) -> WeightBridgeError:
         link: BaseException | None = error
         while link is not None:
-            if isinstance(link, OSError) and link.errno in _SHORTAGES:
-                return WeightBridgeUnavailableError(
-                    f"{what} could not be sent: {error}. Close files, or raise this process's "
-                    "limits, and try again."
-                )
             if isinstance(link, ssl.SSLError) and self._tls is not None:
                 return self._tls.refusal(f"the side-car at {self.url}", self._host, link)
             link = link.__cause__ or link.__context__

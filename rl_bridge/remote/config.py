@@ -41,11 +41,10 @@ class SidecarConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value > 0):
-                msg = (
+                raise ValueError(
                     f"{field.name} is {value!r}, expected a positive number. Leave it out for "
                     f"{field.default}."
                 )
-                raise ValueError(msg)
 
 
 # ---- packages that only the remote part needs ----------------------------------------------------
@@ -61,5 +60,6 @@ def needed(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        msg = f"rl_bridge.remote needs {name}. Install it: pip install 'rl-bridge[remote]'."
-        raise WeightBridgeUnavailableError(msg) from error
+        raise WeightBridgeUnavailableError(
+            f"rl_bridge.remote needs {name}. Install it: pip install 'rl-bridge[remote]'."
+        ) from error

@@ -12,12 +12,13 @@ from contextlib import AbstractAsyncContextManager
 
 import anyio
 from anyio.lowlevel import checkpoint
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl_bridge.errors import SignatureRefused, WeightBridgeError
+from rl_bridge.remote.answers import MEDIA_TYPE, Problem, http_problem, problem_of
 from rl_bridge.remote.config import SidecarConfig
-from rl_bridge.remote.problems import MEDIA_TYPE, Problem, http_problem, problem_of
 from rl_bridge.remote.signing import ANSWER_HEADER, SCHEME, Credentials, Key
 from rl_bridge.remote.state import NonceBook
 
@@ -28,12 +29,6 @@ _MANIFEST_PATH = "/updates"
 _CHANGES = "/commit"  # nothing else changes an engine
 _SMALL_NBYTES = 64 * 1024
 _LOG = logging.getLogger(__name__)
-
-
-class _Refused(Exception):
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.detail)
-        self.problem = problem
 
 
 class Gate:
@@ -89,8 +84,8 @@ class Gate:
                 signed_for = given.nonce
                 await self._claim(given, scope["path"])
             answer = await _answer_by(self._app, scope, body)
-        except _Refused as refused:
-            answer = refusal(refused.problem)
+        except HTTPException as refused:
+            answer = refusal(http_problem(refused.status_code, refused.detail))
         except SignatureRefused as error:
             # As it came: the decoded path may have line breaks, which would be lines of the log.
             _LOG.warning("refused %s %r: %s", scope["method"], _target(scope), error)
@@ -133,9 +128,9 @@ class Gate:
                 is_dropped = self._coming.pop(coming, None) is None
         if is_dropped:
             detail = "too many bytes of bodies are coming in at once. Send it again later."
-            raise _Refused(http_problem(503, detail))
+            raise HTTPException(503, detail)
         detail = f"the body did not arrive, expected all of it within {timeout_s:g} s. Retry."
-        raise _Refused(http_problem(408, detail))
+        raise HTTPException(408, detail)
 
     async def _body(self, receive: Receive, limit: int, coming: anyio.CancelScope) -> bytes:
         body, more = bytearray(), True
@@ -144,7 +139,7 @@ class Gate:
             await checkpoint()  # others have their turn, and one may have taken this one's place
             if message["type"] == "http.disconnect":
                 detail = "the client went away before its body was there."
-                raise _Refused(http_problem(400, detail))
+                raise HTTPException(400, detail)
             body += message.get("body", b"")
             more = message.get("more_body", False)
             if len(body) > limit:
@@ -152,7 +147,7 @@ class Gate:
                     f"the body has more than {limit} bytes, expected at most that many. Raise "
                     "max_body_nbytes, or leave the layout out where the side-car knows it."
                 )
-                raise _Refused(http_problem(413, detail))
+                raise HTTPException(413, detail)
             self._coming[coming] = len(body)
             self._make_room()
         return bytes(body)

@@ -21,9 +21,9 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from starlette.types import Message, Scope
 
 from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.remote.answers import http_problem
 from rl_bridge.remote.config import SidecarConfig
 from rl_bridge.remote.gate import Gate, refusal
-from rl_bridge.remote.problems import http_problem
 from rl_bridge.remote.signing import ANSWER_HEADER
 from rl_bridge.transports.wire.tls import TLS, RefusalLog, Session, SpeaksPlain
 
@@ -69,8 +69,9 @@ class HTTPServer:
             try:
                 listener = await anyio.create_tcp_listener(local_host=host, local_port=port)
             except (OSError, UnicodeError) as error:
-                msg = f"cannot listen on {host}, port {port}: {error}. Choose another one."
-                raise WeightBridgeUnavailableError(msg) from error
+                raise WeightBridgeUnavailableError(
+                    f"cannot listen on {host}, port {port}: {error}. Choose another one."
+                ) from error
             async with anyio.create_task_group() as connections:
                 with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                     async with listener, anyio.create_task_group() as accepting:

@@ -21,8 +21,8 @@ from rl_bridge.errors import (
     describe,
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.remote.answers import Recovery, Stage, Status, UpdateView
 from rl_bridge.remote.state import Entry, Ledger, Step
-from rl_bridge.remote.views import Recovery, Stage, Status, UpdateView
 
 _LOG = logging.getLogger(__name__)
 _REMEMBERED: Final = 64
@@ -164,15 +164,15 @@ class Sidecar:
         if known is not None and known.stage == "committed":
             if self.executor.active_weight_update_id == update_id:
                 return known
-            msg = f"update {update_id} was committed, and is not active any more. Send a later one."
-            raise StaleUpdate(msg)
+            raise StaleUpdate(
+                f"update {update_id} was committed, and is not active any more. Send a later one."
+            )
         known, manifest = self._waiting(update_id, "commit")
         if known.stage != "prepared":
-            msg = (
+            raise IllegalTransition(
                 f"version {known.weight_version} (update {update_id}) is {known.stage}, expected "
                 f"it to be prepared. Send POST /updates/{update_id}/prepare first."
             )
-            raise IllegalTransition(msg)
         self._ledger.note(manifest, "committing")
         try:
             self.executor.commit_weights(update_id)
@@ -194,8 +194,9 @@ class Sidecar:
         """
         known = self._known.get(update_id)
         if known is not None and known.stage == "committed":
-            msg = f"update {update_id} is committed, expected one that is not. Send a later one."
-            raise IllegalTransition(msg)
+            raise IllegalTransition(
+                f"update {update_id} is committed, expected one that is not. Send a later one."
+            )
         if known is not None and known.stage not in {"imported", "prepared"}:
             return known
         _, manifest = self._waiting(update_id, "abort")
@@ -250,12 +251,11 @@ class Sidecar:
         if last is None or last.manifest.publisher_id != manifest.publisher_id:
             return
         if manifest.weight_version < last.manifest.weight_version:
-            msg = (
+            raise StaleUpdate(
                 f"version {manifest.weight_version} (update {manifest.update_id}) is late: version "
                 f"{last.manifest.weight_version} of its publisher was committed here. Publish a "
                 "later one."
             )
-            raise StaleUpdate(msg)
 
     def _waits_for(self, manifest: WeightUpdateManifest) -> bool:
         waits = self.executor.pending_weight_update_id == manifest.update_id
@@ -268,12 +268,11 @@ class Sidecar:
         if known is None:
             raise UnknownUpdate(_unknown(update_id, pending))
         if known.stage not in {"imported", "prepared"} or pending != update_id or manifest is None:
-            msg = (
+            raise IllegalTransition(
                 f"version {known.weight_version} (update {update_id}) is {known.stage}"
                 f"{': ' if known.reason else ''}{known.reason}. There is nothing to {verb}: send a "
                 "later one."
             )
-            raise IllegalTransition(msg)
         return known, manifest
 
     def _given_up(self, update_id: str | None, reason: str) -> None:

@@ -55,12 +55,11 @@ class Credentials:
         match = _FORM.fullmatch(header or "")
         if match is None:
             got = "none" if header is None else f"{header[:24]!r}"
-            msg = (
+            raise SignatureRefused(
                 f"the request's Authorization header is {got}, expected '{SCHEME} time=SECONDS,"
                 "nonce=32 hexadecimal digits,signature=64 hexadecimal digits'. Use "
                 "rl_bridge.remote.RemoteEngine, which signs."
             )
-            raise SignatureRefused(msg)
         return cls(time=int(match["time"]), nonce=match["nonce"], signature=match["signature"])
 
     def header(self) -> str:
@@ -79,11 +78,10 @@ class Key:
 
         """
         if not _LEAST_NBYTES <= len(secret) <= _MOST_NBYTES:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the key has {len(secret)} bytes, expected {_LEAST_NBYTES} to {_MOST_NBYTES}. "
                 "Make one: head -c 32 /dev/urandom > KEY; chmod 600 KEY."
             )
-            raise WeightBridgeUnavailableError(msg)
         self._secret = secret
 
     def sign(self, method: str, target: str, body: bytes, *, time: int) -> Credentials:
@@ -109,12 +107,11 @@ class Key:
         """
         expected = self._of_request(method, target, body, given.time, given.nonce)
         if not hmac.compare_digest(expected, given.signature):
-            msg = (
+            raise SignatureRefused(
                 f"the signature of {method} {target} is not the one expected for its method, path, "
                 "time, nonce and body. Give both sides the same key file, and let nothing between "
                 "them rewrite requests."
             )
-            raise SignatureRefused(msg)
 
     def sign_answer(self, status: int, nonce: str, body: bytes) -> str:
         """The signature of an answer to the request with this nonce."""
@@ -161,8 +158,9 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
         # Non-blocking: opening a pipe would wait for its writer.
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        msg = f"the key file {file} cannot be read: {error}. Name the file with the key."
-        raise WeightBridgeUnavailableError(msg) from error
+        raise WeightBridgeUnavailableError(
+            f"the key file {file} cannot be read: {error}. Name the file with the key."
+        ) from error
     try:
         _check_key_file(file, os.fstat(fd))
         return os.read(fd, _MOST_NBYTES + 1)
@@ -172,12 +170,12 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
 
 def _check_key_file(file: Path, facts: os.stat_result) -> None:
     if not stat.S_ISREG(facts.st_mode):
-        msg = f"the key file {file} is no plain file. Name the file with the key."
-        raise WeightBridgeUnavailableError(msg)
+        raise WeightBridgeUnavailableError(
+            f"the key file {file} is no plain file. Name the file with the key."
+        )
     mode = stat.S_IMODE(facts.st_mode)
     if mode & 0o077:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"the key file {file} has mode {mode:04o}: others may read or change it, expected "
             f"0600 or less. Run: chmod 600 {file}; where others had it, make a new key."
         )
-        raise WeightBridgeUnavailableError(msg)

@@ -76,11 +76,10 @@ class StateDirectory:
             )
         except BlockingIOError as error:
             release()
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"another live side-car uses the state directory {self.path}. Stop it first, or "
                 "give this one a directory of its own."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
         except (OSError, sqlite3.Error) as error:
             release()
             raise self._unfit(error) from error
@@ -112,8 +111,9 @@ class StateDirectory:
 
         """
         if os.getpid() != self._pid:
-            msg = f"{self.path} is the parent process's. Start a side-car with one of its own."
-            raise BridgeClosed(msg)
+            raise BridgeClosed(
+                f"{self.path} is the parent process's. Start a side-car with one of its own."
+            )
         with self._lock:
             if self._is_closed:
                 raise BridgeClosed(f"{self.path} is closed. Start a new side-car.")
@@ -274,11 +274,10 @@ class NonceBook:
 
         """
         if abs(now - given.time) > self._max_skew_s or given.time <= self._floor:
-            msg = (
+            raise SignatureRefused(
                 f"the request's time is {given.time}, expected {now:.0f} +- {self._max_skew_s:g} s "
                 "by this machine's clock. Set the clocks of both machines, or send it anew."
             )
-            raise SignatureRefused(msg)
 
     def claim(self, given: Credentials, *, now: float, sync: bool = True) -> None:
         """Take a nonce; on return that is durable. Only for requests whose signature is right.
@@ -298,11 +297,10 @@ class NonceBook:
             try:
                 db.execute("INSERT INTO nonces VALUES (?, ?)", [given.nonce, given.time])
             except sqlite3.IntegrityError as error:
-                msg = (
+                raise SignatureRefused(
                     f"the request's nonce {given.nonce} was used already, expected a new one: this "
                     "is a replay. Send it with a new signature."
-                )
-                raise SignatureRefused(msg) from error
+                ) from error
             self._forget(db, now)
 
     def _forget(self, db: sqlite3.Connection, now: float) -> None:

@@ -34,7 +34,7 @@ from rl_bridge.strategies.strategy import (
     WeightTransferStrategy,
     make_transfer_strategy,
 )
-from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
+from rl_bridge.transports.broadcast.messages import TorchDistributedWeightSyncInitInfo
 
 __all__ = [
     "AbandonedWeightUpdateRequest",

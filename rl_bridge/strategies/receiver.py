@@ -47,26 +47,14 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """One update from its first request to its last.
+    """One update from its first request to its last."""
 
-    Attributes:
-        manifest: the update, as this engine imports it.
-        update_id: the one in its requests; if each GPU has a copy, that of the first copy.
-        num_batches: how many there will be.
-        batches: names of each batch that came.
-        seen: all names of these.
-        last: the request that came last.
-        has_begun: whether its install did.
-
-    """
-
-    manifest: WeightUpdateManifest
-    update_id: str
+    manifest: WeightUpdateManifest  # as this engine imports it
+    update_id: str  # the one in its requests; if each GPU has a copy, that of the first copy
     num_batches: int
-    batches: list[tuple[str, ...]] = field(default_factory=list)
+    batches: list[tuple[str, ...]] = field(default_factory=list)  # names of each that came
     seen: set[str] = field(default_factory=set)
     last: WeightUpdateRequest | None = None
-    has_begun: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -84,37 +72,34 @@ class PendingUpdate:
         name, version = _name(request), self.manifest.weight_version
         as_made = "Send requests as the sender made them."
         if (request.update_id, request.weight_version) != (self.update_id, version):
-            msg = (
+            raise MalformedManifest(
                 f"{name} came with the manifest of version {version} (update {self.update_id}). "
                 f"{as_made}"
             )
-            raise MalformedManifest(msg)
         due = (len(self.batches), self.num_batches)
         if (request.batch, request.num_batches) != due:
-            msg = (
+            raise WeightUpdateRejectedError(
                 f"{name} came as batch {request.batch} of {request.num_batches}, expected batch "
                 f"{due[0]} of {due[1]}. Send the requests of an update in order, each once."
             )
-            raise WeightUpdateRejectedError(msg)
         rows = self.manifest.table.rows
         strange = [one for one in request.names if one not in rows or one in self.seen]
         if strange:
-            msg = (
+            raise MalformedManifest(
                 f"{name} names {strange[:_SHOWN]}, which the manifest does not have or an earlier "
                 f"batch had. {as_made}"
             )
-            raise MalformedManifest(msg)
         expected = columns_of(self.manifest, request.names)
         if any(getattr(request, column) != value for column, value in expected.items()):
-            msg = f"{name}: its dtypes or shapes are not those of the manifest. {as_made}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"{name}: its dtypes or shapes are not those of the manifest. {as_made}"
+            )
         missing = rows.keys() - self.seen - set(request.names) if request.is_last else ()
         if missing:
-            msg = (
+            raise MalformedManifest(
                 f"{name} is the last one, and {len(missing)} tensors came in none, such as "
                 f"{sorted(missing)[:_SHOWN]}. Send all requests of an update."
             )
-            raise MalformedManifest(msg)
         self.batches.append(request.names)
         self.seen.update(request.names)
         self.last = request
@@ -125,18 +110,12 @@ def _name(request: WeightUpdateRequest) -> str:
 
 
 class PendingUpdates:
-    """Takes the requests of one update at a time: a newer update ends the one before.
-
-    An update whose install began (`begin_install`) is no longer under way: neither a newer one nor
-    a word from its trainer ends it, only the end of its own install does.
-    """
+    """Takes the requests of one update at a time: a newer update ends the one before."""
 
     def __init__(self, *, gpu: str | None = None) -> None:
         """Wait for the first request."""
         self._gpu = gpu
         self._pending: PendingUpdate | None = None
-        # By the id in their requests. There may be several: the next update waits for its turn.
-        self._installing: dict[str, PendingUpdate] = {}
         self._ended: tuple[str, str] = ("", "")
 
     def accept(self, request: WeightUpdateRequest) -> PendingUpdate:
@@ -147,16 +126,13 @@ class PendingUpdates:
 
         Raises:
             UnknownUpdate: its first batch never came, or the update ended.
-            StaleUpdate: it begins an older update than the one under way, which goes on, or one
-                that is being installed.
+            StaleUpdate: it begins an older update than the one under way, which goes on.
             WeightBridgeError: it is not the batch that is due; the update is rejected.
 
         """
         pending = self._pending
         if request.batch == 0 and request.manifest is not None:
             first, manifest = self._manifests(request)
-            for installing in list(self._installing.values()):  # another thread may end one
-                _require_newer(manifest, installing.manifest, is_installing=True)
             if pending is not None and pending.update_id == first.update_id:
                 self.finish("it began again")  # its sender did not hear of its first batch
             elif pending is not None:
@@ -167,8 +143,9 @@ class PendingUpdates:
         elif pending is None or pending.update_id != request.update_id:
             ended, reason = self._ended
             why = f"it ended: {reason}" if ended == request.update_id else "no batch of it came"
-            msg = f"{_name(request)}: {why}. Send the update again from its first batch."
-            raise UnknownUpdate(msg)
+            raise UnknownUpdate(
+                f"{_name(request)}: {why}. Send the update again from its first batch."
+            )
         try:
             pending.add(request)
         except WeightBridgeError as error:
@@ -182,29 +159,16 @@ class PendingUpdates:
 
     def finish(self, reason: str = "it was loaded") -> PendingUpdate | None:
         """Forget the update under way, and return it."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is not None:
-            self._ended = (pending.update_id, reason)
+            self.end(pending, reason)
         return pending
 
-    def begin_install(self, pending: PendingUpdate) -> None:
-        """The install of a complete update begins; `end_install` is called when it is over."""
-        self._installing[pending.update_id] = pending
+    def end(self, pending: PendingUpdate, reason: str) -> None:
+        """Note why no more requests of an update are taken."""
         if self._pending is pending:
-            self.finish("all its batches came, and its install began")
-
-    def end_install(self, pending: PendingUpdate, error: BaseException | None = None) -> None:
-        """The install of `pending` is over, whatever is under way by now. Idempotent.
-
-        Args:
-            pending: what `begin_install` was called with.
-            error: what failed; None if it is installed.
-
-        """
-        self._installing.pop(pending.update_id, None)
-        if self._ended[0] == pending.update_id:
-            how = "it was loaded" if error is None else describe(error)
-            self._ended = (pending.update_id, how)
+            self._pending = None
+        self._ended = (pending.update_id, reason)
 
     def abandon(self, request: AbandonedWeightUpdateRequest) -> None:
         """End an update that its trainer abandoned; one whose install began goes on, or stays."""
@@ -223,41 +187,29 @@ class PendingUpdates:
             return first, first
         mine = next((one.manifest for one in handles if one.gpu == self._gpu), None)
         if mine is None:
-            msg = (
+            raise MalformedManifest(
                 f"version {request.weight_version} lies on the GPUs "
                 f"{[one.gpu for one in handles]}, this engine is on {self._gpu}. Place trainer and "
                 "engine on the same GPUs, or send by broadcast."
             )
-            raise MalformedManifest(msg)
         manifest = WeightUpdateManifest.from_json(mine)
         if (manifest.root, manifest.weight_version) != (first.root, first.weight_version):
-            msg = (
+            raise MalformedManifest(
                 f"the copy of version {request.weight_version} on GPU {self._gpu} has root "
                 f"{manifest.root}, expected {first.root}. Send requests as the sender made them."
             )
-            raise MalformedManifest(msg)
         return first, manifest
 
 
-def _require_newer(
-    manifest: WeightUpdateManifest, under_way: WeightUpdateManifest, *, is_installing: bool = False
-) -> None:
+def _require_newer(manifest: WeightUpdateManifest, under_way: WeightUpdateManifest) -> None:
     """Refuse a late first batch: it must not end the newer update."""
     if manifest.publisher_id != under_way.publisher_id:
         return
-    if is_installing and manifest.weight_version == under_way.weight_version:
-        msg = (
-            f"version {manifest.weight_version} (update {manifest.update_id}) came again while it "
-            "is being installed, expected a later version. Wait until that install is over: send "
-            "it again if it failed."
-        )
-        raise StaleUpdate(msg)
     if manifest.weight_version < under_way.weight_version:
-        msg = (
+        raise StaleUpdate(
             f"version {manifest.weight_version} (update {manifest.update_id}) is stale: version "
             f"{under_way.weight_version} is being received already. Publish a later version."
         )
-        raise StaleUpdate(msg)
 
 
 class WeightTransferReceiver(ABC):
@@ -301,16 +253,19 @@ class BridgeTransferReceiver(PendingUpdates, WeightTransferReceiver):
         pending = self._pending
         if pending is None or pending.last is not request:
             pending = self.accept(request)
-        try:
-            # In a thread: it may wait for bytes that are on the wire.
-            tensors = await asyncio.to_thread(self.bridge.import_update, pending.manifest)
-        except Exception as error:
-            if self._pending is pending:  # else it ended meanwhile, and another one may have begun
-                self.finish(describe(error))
-                self._give_up(pending, error)
-            raise
+        # In a thread: it may wait for bytes that are on the wire.
+        tensors = await asyncio.to_thread(self.imported, pending)
         for name in request.names:
             yield name, tensors[name]
+
+    def imported(self, pending: PendingUpdate) -> Mapping[str, torch.Tensor]:
+        """Import the update; see `receive_weights`."""
+        try:
+            return self.bridge.import_update(pending.manifest)
+        except Exception as error:
+            if self._pending is pending:  # else it ended meanwhile, and another one may have begun
+                self.fail(pending, error)
+            raise
 
     def reject(self, reason: str) -> None:
         """End the update under way, if there is one: its later batches are refused."""
@@ -318,19 +273,13 @@ class BridgeTransferReceiver(PendingUpdates, WeightTransferReceiver):
         if pending is not None:
             self._reject(pending, reason)
 
-    def end_install(self, pending: PendingUpdate, error: BaseException | None = None) -> None:
-        """The install of `pending` is over, whatever is under way by now. Idempotent.
+    def fail(self, pending: PendingUpdate, error: BaseException) -> None:
+        """End an update that failed: it is rejected, unless nothing is wrong with it.
 
-        If it failed, it is rejected, unless nothing is wrong with it: after a shortage of this
-        machine, or when the engine is gone, the same update may come again from its first batch.
+        After a shortage of this machine, or when the engine is gone, the same update may come again
+        from its first batch.
         """
-        try:
-            if error is not None and pending.update_id in self._installing:
-                self._give_up(pending, error)  # first: from then on it may come again
-        finally:
-            super().end_install(pending, error)
-
-    def _give_up(self, pending: PendingUpdate, error: BaseException) -> None:
+        self.end(pending, describe(error))
         if not (isinstance(error, EngineLost) or is_shortage(error)):
             self._reject(pending, describe(error))
         elif self.bridge.active_update_id != pending.manifest.update_id:
@@ -377,8 +326,8 @@ class ExecutorWeightLoader(WeightLoader):
     """Loads through a `RolloutExecutor`: an update is one transaction, however many batches it has.
 
     If a batch fails, the update is rejected, and the engine keeps what it held. After a shortage of
-    this machine the same update may come again. Batches of the next update that come during an
-    install are taken; its own install waits for that one's end.
+    this machine the same update may come again. Batches that come during an install wait for its
+    end; a word of the trainer that it gives up does not, and ends no install.
 
     Attributes:
         executor: as given.
@@ -423,39 +372,28 @@ class ExecutorWeightLoader(WeightLoader):
         if isinstance(request, AbandonedWeightUpdateRequest):
             receiver.abandon(request)
             return
-        pending = receiver.accept(request)
-        if not pending.is_complete:
-            async for _ in receiver.receive_weights(request):
-                pass  # every byte is verified; the engine gets all batches or none
-            return
-        # From now on the next update may come, and its batches are kept: this one is ended by its
-        # own install alone, also if whoever waits for it has given up.
-        receiver.begin_install(pending)
-        if not self._in_thread:
-            self._install(receiver, pending)
-            return
-        try:
-            await asyncio.to_thread(self._install, receiver, pending)
-        except asyncio.CancelledError as error:
-            if not pending.has_begun:  # no thread had taken it up, and none will
-                receiver.end_install(pending, error)
-            raise
+        if self._in_thread or not request.is_last:
+            # One that is cancelled goes on to its end, or was not begun and may come again.
+            await asyncio.to_thread(self._take, receiver, request)
+        else:
+            self._take(receiver, request)
 
-    def _install(self, receiver: BridgeTransferReceiver, pending: PendingUpdate) -> None:
-        pending.has_begun = True
-        error: BaseException | None = None
-        try:
-            with self._turn:  # the batches are those of the update that is installed
+    def _take(self, receiver: BridgeTransferReceiver, request: WeightUpdateRequest) -> None:
+        with self._turn:
+            pending = receiver.accept(request)
+            if not pending.is_complete:
+                receiver.imported(pending)  # the engine gets all batches or none
+                return
+            receiver.end(pending, "all its batches came, and its install began")
+            try:
                 adapter = self.executor.weight_install_adapter
                 if isinstance(adapter, BatchedLoadAdapter):
                     adapter.batches = tuple(pending.batches)
                 self.executor.update_weights(pending.manifest)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            receiver.end_install(pending, error)
-            del error  # else its traceback would hold this frame, and this frame it
+            except BaseException as error:
+                receiver.fail(pending, error)
+                raise
+            receiver.end(pending, "it was loaded")
 
     def close(self) -> None:
         """End the executor, and release what its adapter holds of the engine, which goes on.
@@ -479,11 +417,10 @@ class ExecutorWeightLoader(WeightLoader):
     def _checked(self, receiver: WeightTransferReceiver) -> BridgeTransferReceiver:
         if isinstance(receiver, BridgeTransferReceiver) and receiver.bridge is self.executor.bridge:
             return receiver
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"the receiver, a {type(receiver).__name__}, does not share the executor's bridge. "
             "Make the executor with weight_bridge=receiver.bridge."
         )
-        raise WeightBridgeUnavailableError(msg)
 
 
 class BatchedLoadAdapter:

@@ -23,7 +23,7 @@ from rl_bridge.errors import DuplicateTensorName, MalformedManifest, ShapeMismat
 from rl_bridge.manifest.canonical import canonical_json, decode_json, malformed
 from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
+from rl_bridge.transports.broadcast.messages import TorchDistributedWeightSyncInitInfo
 
 _REMEDY = "Send what to_json wrote."
 _MAX_DIM = 2**63
@@ -76,30 +76,31 @@ class WeightUpdateRequest(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.batch >= self.num_batches:
-            msg = f"batch {self.batch} of {self.num_batches}: they count from 0. {_REMEDY}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"batch {self.batch} of {self.num_batches}: they count from 0. {_REMEDY}"
+            )
         if (self.manifest is not None) != (self.batch == 0 and self._has_manifest):
             has = "no manifest" if self.manifest is None else "a manifest"
-            msg = f"{self._what} has {has}: the first batch carries it, no other. {_REMEDY}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"{self._what} has {has}: the first batch carries it, no other. {_REMEDY}"
+            )
         counts = [len(self.names), len(self.dtypes), len(self.shapes), len(self.sizes)]
         if len(set(counts)) != 1:
-            msg = f"{self._what} has {counts} names, dtypes, shapes, sizes. {_REMEDY}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"{self._what} has {counts} names, dtypes, shapes, sizes. {_REMEDY}"
+            )
         if len(set(self.names)) != len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
-            msg = f"{self._what} names tensor {twice!r} twice. {_REMEDY}"
-            raise DuplicateTensorName(msg)
+            raise DuplicateTensorName(f"{self._what} names tensor {twice!r} twice. {_REMEDY}")
         for name, dtype, shape, size in zip(
             self.names, self.dtypes, self.shapes, self.sizes, strict=True
         ):
             dtype_nbytes(dtype, tensor=name)
             if prod(shape) != size:
-                msg = (
+                raise ShapeMismatch(
                     f"{self._what}: tensor {name!r} of shape {list(shape)} has size {size}, "
                     f"expected {prod(shape)} elements. {_REMEDY}"
                 )
-                raise ShapeMismatch(msg)
         return self
 
     _has_manifest: ClassVar[bool] = True
@@ -143,14 +144,16 @@ class WeightUpdateRequest(BaseModel):
 
         """
         if not isinstance(text, str):
-            msg = f"a request is a {type(text).__name__}, expected JSON text. {_REMEDY}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"a request is a {type(text).__name__}, expected JSON text. {_REMEDY}"
+            )
         value, end = decode_json(text)
         named = value.get("kind") if isinstance(value, dict) else None
         kind = _KINDS.get(named) if isinstance(named, str) else None
         if kind is None or end != len(text):
-            msg = f"a request is of no known kind, expected one of {sorted(_KINDS)}. {_REMEDY}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"a request is of no known kind, expected one of {sorted(_KINDS)}. {_REMEDY}"
+            )
         try:
             return kind.model_validate(value)
         except ValidationError as error:
@@ -222,17 +225,18 @@ class _CudaIpcRequest(WeightUpdateRequest):
     def _check_handles(self) -> Self:
         gpus = [one.gpu for one in self.handles]
         if not gpus or len(set(gpus)) != len(gpus):
-            msg = f"{self._what} has handles for the GPUs {gpus}, expected one for each. {_REMEDY}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"{self._what} has handles for the GPUs {gpus}, expected one for each. {_REMEDY}"
+            )
         if len(self.offsets) != len(self.names):
-            msg = (
+            raise MalformedManifest(
                 f"{self._what} has {len(self.offsets)} offsets for {len(self.names)} tensors. "
                 f"{_REMEDY}"
             )
-            raise MalformedManifest(msg)
         if any((one.manifest is None) != (self.batch > 0) for one in self.handles):
-            msg = f"{self._what}: the first batch carries each GPU's manifest. {_REMEDY}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"{self._what}: the first batch carries each GPU's manifest. {_REMEDY}"
+            )
         return self
 
 
@@ -322,5 +326,6 @@ def init_info_from_json(
         if value == {"kind": "empty"} and end == len(text):
             return EmptyWeightSyncInitInfo()
         return TorchDistributedWeightSyncInitInfo.from_json(text)
-    msg = f"the init info is a {type(text).__name__}, expected JSON text. Send what to_json wrote."
-    raise MalformedManifest(msg)
+    raise MalformedManifest(
+        f"the init info is a {type(text).__name__}, expected JSON text. Send what to_json wrote."
+    )

@@ -7,11 +7,11 @@ note on the error says that it stands. Rank 0 sends; the other ranks only take p
 For engines that share GPUs with the trainer each rank publishes a copy on its own GPU: rank 0
 gathers where the copies are, and refuses copies that differ.
 
-After each sync every rank runs the steps of `CleanUp`, in the one order that is safe: delete
-temporaries, so that nothing refers to shared memory; collect memory that other processes released;
-wait for the other ranks, so that none goes on while another one still sends; wait for the device;
-free cached blocks; drop the engines' cached prefixes. At the barrier the ranks tell each other what
-failed, and rank 0 tells which version stands: every rank keeps that one (`PublishedVersions`).
+After each sync every rank runs a clean-up, in the one order that is safe: delete temporaries, so
+that nothing refers to shared memory; collect memory that other processes released; wait for the
+other ranks, so that none goes on while another one still sends; wait for the device; free cached
+blocks; drop the engines' cached prefixes. At the barrier the ranks tell each other what failed, and
+rank 0 tells which version stands: every rank keeps that one, and releases all others.
 """
 
 import asyncio
@@ -19,18 +19,10 @@ import inspect
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypedDict, Unpack, runtime_checkable
 
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
@@ -60,217 +52,6 @@ from rl_bridge.trainers.chunks import (
 _LOG = logging.getLogger(__name__)
 _GPU = re.compile(r"^[A-Za-z0-9-]{1,128}$")
 _MAX_REASON = 2048
-
-# ---- the clean-up after a sync -------------------------------------------------------------------
-
-
-def share_json(
-    exchange: GroupExchange, step: str, body: dict[str, object], *, timeout_s: float
-) -> list[dict[str, Any]]:
-    """Give a JSON object and get those of all ranks; nothing is unpickled.
-
-    Raises:
-        GroupAborted: not all ranks came in time, one sent no JSON object, or one with an ``error``.
-
-    """
-    payload = canonical_json(body).encode("ascii")
-    return read_messages(step, exchange.gather(step, payload, timeout_s=timeout_s))
-
-
-class PublishedVersions:
-    """The versions that one rank has published and not released: one, and two during a sync.
-
-    The version that rank 0 sent last stands. Rank 0 tells it at the end of each sync, and every
-    rank then releases all others; a rank that does not hear it keeps them until it does.
-
-    Attributes:
-        standing: the version that stands, as far as this rank knows; None if none does.
-
-    """
-
-    def __init__(self) -> None:
-        """Begin without a version."""
-        self.standing: int | None = None
-        self._updates: dict[
-            int, tuple[TensorBridge, WeightUpdateManifest, list[WeightUpdateRequest]]
-        ] = {}
-
-    def add(
-        self,
-        bridge: TensorBridge,
-        manifest: WeightUpdateManifest,
-        requests: list[WeightUpdateRequest],
-    ) -> None:
-        """Record what was published through `bridge`, and the requests that send it."""
-        self._updates[manifest.weight_version] = bridge, manifest, requests
-
-    def keep(self, version: int | None) -> None:
-        """Release all versions but the one that stands."""
-        self.standing = version
-        for other in self._updates.keys() - {version}:
-            bridge, manifest, _ = self._updates.pop(other)
-            bridge.release(manifest.update_id)
-
-    def latest(self) -> tuple[WeightUpdateManifest, list[WeightUpdateRequest]]:
-        """The version that stands.
-
-        Raises:
-            UnknownUpdate: this rank does not have it, or there is none yet.
-
-        """
-        if self.standing is None or self.standing not in self._updates:
-            raise UnknownUpdate("this rank has no update that was sent. Call send_chunks first.")
-        return self._updates[self.standing][1:]
-
-
-class DeviceCalls(Protocol):
-    """What the clean-up calls of a device; ``torch.cuda`` has it."""
-
-    def ipc_collect(self) -> None:
-        """Free shared memory that nobody uses any more."""
-
-    def synchronize(self) -> None:
-        """Wait for all work."""
-
-    def empty_cache(self) -> None:
-        """Free cached blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CleanUp:
-    """Runs the steps after each sync.
-
-    Attributes:
-        device: None if the weights lie on the CPU.
-        exchange: of the trainer's ranks; None if there is one rank.
-        timeout_s: how long a rank waits for the others, their engines' loading included.
-
-    """
-
-    device: DeviceCalls | None = None
-    exchange: GroupExchange | None = None
-    timeout_s: float = 600.0
-
-    @asynccontextmanager
-    async def around(
-        self, chunks: Iterable[object], client: object, versions: PublishedVersions
-    ) -> AsyncIterator[None]:
-        """Run a sync, then the steps, also if the sync failed: then the caller gets its error.
-
-        Args:
-            chunks: of the sync.
-            client: of the engines, whose cached prefixes are dropped; None for a helping rank.
-            versions: of this rank.
-
-        Raises:
-            GroupAborted: another rank failed, or did not come in time.
-
-        """
-        if self.exchange is not None:
-            self.exchange.begin()
-        before = versions.standing
-        try:
-            try:
-                yield
-            except BaseException as error:
-                try:
-                    await self._run(describe(error), chunks, client, versions)
-                except Exception as second:  # noqa: BLE001 - the caller gets the first failure
-                    error.add_note(f"rl_bridge: in the clean-up: {describe(second)}")
-                raise
-            await self._run("", chunks, client, versions)
-        except BaseException as error:
-            if versions.standing != before:
-                error.add_note(f"rl_bridge: version {versions.standing} was sent and stands.")
-            raise
-
-    def read_out(self, chunks: Iterable[object], error: BaseException) -> None:
-        """After a failure, take part in the remaining gathers of this sync.
-
-        The other ranks wait for this rank's parts of the remaining chunks; without them their
-        process group is lost. A gather that broke off itself has ended the chunks: then this does
-        nothing, and the other ranks wait until the deadline of their process group.
-
-        Args:
-            chunks: that were not read to their end; a list's chunks are no gathers.
-            error: what failed; gets a note if the rest could not be read.
-
-        """
-        if self.exchange is None or not isinstance(chunks, Iterator):
-            return
-        try:
-            for chunk in chunks:
-                del chunk
-        except Exception as second:  # noqa: BLE001 - the first failure is what the caller gets
-            _LOG.warning("chunks could not be read to their end", exc_info=True)
-            error.add_note(f"rl_bridge: its other chunks could not be read: {describe(second)}")
-
-    async def _run(
-        self,
-        failure: str,
-        chunks: Iterable[object],
-        client: object,
-        versions: PublishedVersions,
-    ) -> None:
-        """Run all steps, also if one fails: then the first error is raised at the end.
-
-        Args:
-            failure: what failed in the sync on this rank; empty if nothing did.
-            chunks: a generator that was not read to its end holds one of them.
-            client: of the engines, if this rank calls them.
-            versions: of this rank.
-
-        """
-        device = self.device
-        steps: list[Callable[[], object]] = [getattr(chunks, "close", lambda: None)]
-        if device is not None:
-            steps.append(device.ipc_collect)
-        if self.exchange is not None:
-            steps.append(partial(self._share_outcome, self.exchange, failure, versions))
-        if device is not None:
-            steps += [device.synchronize, device.empty_cache]
-        reset = getattr(client, "reset_prefix_cache", None)
-        if reset is not None and not failure:
-            steps.append(reset)
-        failures: list[Exception] = []
-        for step in steps:
-            try:
-                result = step()
-                if inspect.isawaitable(result):
-                    await result
-            except Exception as error:  # noqa: BLE001 - the first one is raised after the last step
-                failures.append(error)
-        for other in failures[1:]:
-            failures[0].add_note(f"rl_bridge: clean-up went on, and failed again: {other}")
-        if failures:
-            raise failures[0]
-
-    async def _share_outcome(
-        self, exchange: GroupExchange, failure: str, versions: PublishedVersions
-    ) -> None:
-        """Tell what failed here (empty: nothing); learn what failed elsewhere, and what stands."""
-        failure = failure[:_MAX_REASON]
-        body: dict[str, object] = {"failure": failure, "standing": versions.standing}
-
-        def share() -> list[dict[str, Any]]:
-            try:
-                return share_json(exchange, "outcome", body, timeout_s=self.timeout_s)
-            finally:
-                # A rank that comes later need not wait, and learns why.
-                exchange.decide(failure or "over")
-
-        # In a thread: other ranks wait here for as long as the engines load.
-        bodies = await asyncio.to_thread(share)
-        versions.keep(bodies[0]["standing"])
-        bodies[exchange.rank]["failure"] = ""  # which this rank raises itself
-        failed = {rank: one["failure"] for rank, one in enumerate(bodies) if one["failure"]}
-        if failed:
-            rank, why = next(iter(failed.items()))
-            msg = f"the sync failed on rank {rank}: {why}. Mend the cause, then sync again."
-            raise GroupAborted(msg, tuple(failed))
-
-
-# ---- sending ------------------------------------------------------------------------------------
 
 
 class BatchPlan:
@@ -315,16 +96,38 @@ class InferenceClient(Protocol):
         """Give the request to every engine's loader; raise if one of them raises."""
 
 
+class CleanUpOptions(TypedDict, total=False):
+    """What every sender takes; `WeightTransferSender` says what they mean."""
+
+    device: Any
+    exchange: GroupExchange | None
+    timeout_s: float
+
+
 class WeightTransferSender(ABC):
     """Sends one rank's chunks. Every rank of the trainer makes one, and calls it in every sync."""
 
     _is_sending = True
     """Whether this rank calls the engines."""
 
-    def __init__(self, clean_up: CleanUp | None = None) -> None:
-        """Run the steps of `clean_up` after each sync; None for one rank on a CPU."""
-        self._clean_up = clean_up or CleanUp()
-        self._versions = PublishedVersions()
+    def __init__(
+        self,
+        *,
+        device: Any = None,
+        exchange: GroupExchange | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Configure the clean-up after each sync.
+
+        Args:
+            device: whose memory is cleaned up, such as ``torch.cuda``; None for weights on the CPU.
+            exchange: of the trainer's ranks; None if there is one rank.
+            timeout_s: how long a rank waits for the others, their engines' loading included.
+
+        """
+        self._device, self._exchange, self._timeout_s = device, exchange, timeout_s
+        # The version that rank 0 sent last, as far as this rank knows; None if there is none.
+        self._standing: int | None = None
 
     async def send_chunks(
         self,
@@ -354,15 +157,30 @@ class WeightTransferSender(ABC):
                 error says that it stands.
 
         """
-        client = inference_client if self._is_sending else None
-        async with self._clean_up.around(chunks, client, self._versions):
-            return await self._send(
-                chunks,
-                inference_client,
-                weight_version=weight_version,
-                metadata=metadata,
-                trainable=trainable,
-            )
+        if self._exchange is not None:
+            self._exchange.begin()
+        before = self._standing
+        try:
+            try:
+                manifest = await self._send(
+                    chunks,
+                    inference_client,
+                    weight_version=weight_version,
+                    metadata=metadata,
+                    trainable=trainable,
+                )
+            except BaseException as error:
+                try:
+                    await self._clean_up(describe(error), chunks, inference_client)
+                except Exception as second:  # noqa: BLE001 - the caller gets the first failure
+                    error.add_note(f"rl_bridge: in the clean-up: {describe(second)}")
+                raise
+            await self._clean_up("", chunks, inference_client)
+        except BaseException as error:
+            if self._standing != before:
+                error.add_note(f"rl_bridge: version {self._standing} was sent and stands.")
+            raise
+        return manifest
 
     @abstractmethod
     async def _send(
@@ -380,6 +198,81 @@ class WeightTransferSender(ABC):
     def __exit__(self, *_exc: object) -> None:
         """Close."""
         self.close()
+
+    # ---- the clean-up ---------------------------------------------------------------------------
+
+    async def _clean_up(self, failure: str, chunks: Iterable[object], client: object) -> None:
+        """Run all steps, also if one fails: then the first error is raised at the end.
+
+        Args:
+            failure: what failed in the sync on this rank; empty if nothing did.
+            chunks: a generator that was not read to its end holds one of them.
+            client: of the engines.
+
+        """
+        device = self._device
+        steps: list[Callable[[], object]] = [getattr(chunks, "close", lambda: None)]
+        if device is not None:
+            steps.append(device.ipc_collect)
+        if self._exchange is not None:
+            steps.append(partial(self._share_outcome, self._exchange, failure[:_MAX_REASON]))
+        if device is not None:
+            steps += [device.synchronize, device.empty_cache]
+        reset = getattr(client, "reset_prefix_cache", None)
+        if reset is not None and self._is_sending and not failure:
+            steps.append(reset)
+        failures: list[Exception] = []
+        for step in steps:
+            try:
+                result = step()
+                if inspect.isawaitable(result):
+                    await result
+            except Exception as error:  # noqa: BLE001 - the first one is raised after the last step
+                failures.append(error)
+        for other in failures[1:]:
+            failures[0].add_note(f"rl_bridge: clean-up went on, and failed again: {other}")
+        if failures:
+            raise failures[0]
+
+    async def _share_outcome(self, exchange: GroupExchange, failure: str) -> None:
+        """Tell what failed here (empty: nothing); learn what failed elsewhere, and what stands."""
+
+        def share() -> list[dict[str, Any]]:
+            try:
+                return self._share("outcome", {"failure": failure, "standing": self._standing})
+            finally:
+                # A rank that comes later need not wait, and learns why.
+                exchange.decide(failure or "over")
+
+        # In a thread: other ranks wait here for as long as the engines load.
+        bodies = await asyncio.to_thread(share)
+        self._keep(bodies[0]["standing"])
+        bodies[exchange.rank]["failure"] = ""  # which this rank raises itself
+        failed = {rank: one["failure"] for rank, one in enumerate(bodies) if one["failure"]}
+        if failed:
+            rank, why = next(iter(failed.items()))
+            raise GroupAborted(
+                f"the sync failed on rank {rank}: {why}. Mend the cause, then sync again.",
+                tuple(failed),
+            )
+
+    def _share(self, step: str, body: dict[str, object]) -> list[dict[str, Any]]:
+        """Give a JSON object and get those of all ranks; nothing is unpickled.
+
+        Raises:
+            GroupAborted: not all ranks came in time, one sent no JSON object, or one with an
+                ``error``.
+
+        """
+        if self._exchange is None:
+            return [body]
+        payload = canonical_json(body).encode("ascii")
+        gathered = self._exchange.gather(step, payload, timeout_s=self._timeout_s)
+        return read_messages(step, gathered)
+
+    def _keep(self, version: int | None) -> None:
+        """Release all versions but the one that stands."""
+        self._standing = version
 
 
 class HelperTransferSender(WeightTransferSender):
@@ -409,7 +302,7 @@ class BridgeTransferSender(WeightTransferSender):
         request_type: type[WeightUpdateRequest],
         *,
         threshold_nbytes: int = DEFAULT_CHUNK_NBYTES,
-        clean_up: CleanUp | None = None,
+        **clean_up: Unpack[CleanUpOptions],
     ) -> None:
         """Publish through `bridge`.
 
@@ -418,8 +311,10 @@ class BridgeTransferSender(WeightTransferSender):
             ValueError: one below 1.
 
         """
-        super().__init__(clean_up)
+        super().__init__(**clean_up)
         self.bridge = bridge
+        # What this rank has published and not released: one version, and two during a sync.
+        self._updates: dict[int, tuple[WeightUpdateManifest, list[WeightUpdateRequest]]] = {}
         self._request_type = request_type
         self._threshold_nbytes = checked_threshold(threshold_nbytes)
 
@@ -436,9 +331,9 @@ class BridgeTransferSender(WeightTransferSender):
         except BaseException as error:
             await self._withdraw(manifest, error, client)
             raise
-        self._versions.add(self.bridge, manifest, requests)
+        self._updates[manifest.weight_version] = manifest, requests
         if self._is_sending:
-            self._versions.keep(manifest.weight_version)
+            self._keep(manifest.weight_version)
         _LOG.info(
             "version %d: %d bytes in %d batches",
             manifest.weight_version,
@@ -455,7 +350,9 @@ class BridgeTransferSender(WeightTransferSender):
             Exception: whatever failed; the update stays published for the engines that have it.
 
         """
-        manifest, requests = self._versions.latest()
+        if self._standing not in self._updates:
+            raise UnknownUpdate("this rank has no update that was sent. Call send_chunks first.")
+        manifest, requests = self._updates[self._standing]
         try:
             for request in requests:
                 await inference_client.update_named_weights(request)
@@ -466,10 +363,15 @@ class BridgeTransferSender(WeightTransferSender):
 
     def close(self) -> None:
         """Close the bridge; engines keep what they installed. Idempotent."""
-        self._versions = PublishedVersions()
+        self._standing, self._updates = None, {}
         self.bridge.close()
 
     # ---- the steps ------------------------------------------------------------------------------
+
+    def _keep(self, version: int | None) -> None:
+        super()._keep(version)
+        for other in self._updates.keys() - {version}:
+            self.bridge.release(self._updates.pop(other)[0].update_id)
 
     def _next_version(self) -> int:
         last = self.bridge.publisher.last_version
@@ -483,8 +385,24 @@ class BridgeTransferSender(WeightTransferSender):
                 options["weight_version"] = self._next_version()
             return self.bridge.publish(plan.noting(chunks), **options)
         except Exception as error:
-            self._clean_up.read_out(chunks, error)  # the other ranks are still gathering
+            self._read_out(chunks, error)
             raise
+
+    def _read_out(self, chunks: Iterable[object], error: BaseException) -> None:
+        """After a failure, take part in the remaining gathers of this sync.
+
+        The other ranks wait for this rank's parts of the remaining chunks; without them their
+        process group is lost. A gather that broke off itself has ended the chunks: then this does
+        nothing, and the other ranks wait until the deadline of their process group.
+        """
+        if self._exchange is None or not isinstance(chunks, Iterator):  # a list gathers nothing
+            return
+        try:
+            for chunk in chunks:
+                del chunk
+        except Exception as second:  # noqa: BLE001 - the first failure is what the caller gets
+            _LOG.warning("chunks could not be read to their end", exc_info=True)
+            error.add_note(f"rl_bridge: its other chunks could not be read: {describe(second)}")
 
     def _requests(
         self, manifest: WeightUpdateManifest, batches: Sequence[tuple[str, ...]]
@@ -549,21 +467,19 @@ def merge_handles(bodies: Sequence[dict[str, object]]) -> tuple[GPUHandle, ...]:
     for rank, body in enumerate(bodies):
         gpu, text = body.get("gpu"), body.get("manifest")
         if not isinstance(gpu, str) or _GPU.match(gpu) is None or not isinstance(text, str):
-            msg = (
+            raise RanksDisagree(
                 f"rank {rank} names GPU {gpu!r}, expected its UUID and a manifest. Use the same "
                 "rl_bridge release on every rank."
             )
-            raise RanksDisagree(msg)
         manifest = WeightUpdateManifest.from_json(text)
         first = first or manifest
         this, that = ((one.weight_version, one.root, one.total_nbytes) for one in (manifest, first))
         if this != that:
-            msg = (
+            raise RanksDisagree(
                 f"rank {rank} has version {this[0]} with root {this[1]} on GPU {gpu}, expected "
                 f"version {that[0]} with root {that[1]}, as rank 0. See to it that every "
                 "rank gathers the same weights, then publish a later version."
             )
-            raise RanksDisagree(msg)
         # Two ranks on one GPU hold the same bytes there: engines read the first one's copy.
         found.setdefault(
             gpu,
@@ -586,14 +502,13 @@ class CudaIpcTransferSender(BridgeTransferSender):
         *,
         gpu: str,
         threshold_nbytes: int = DEFAULT_CHUNK_NBYTES,
-        clean_up: CleanUp | None = None,
+        **clean_up: Unpack[CleanUpOptions],
     ) -> None:
         """Publish through `bridge`."""
-        super().__init__(bridge, request_type, threshold_nbytes=threshold_nbytes, clean_up=clean_up)
+        super().__init__(bridge, request_type, threshold_nbytes=threshold_nbytes, **clean_up)
         self._gpu = gpu
         self._handles: tuple[GPUHandle, ...] = ()
-        exchange = self._clean_up.exchange
-        self._is_sending = exchange is None or exchange.rank == 0
+        self._is_sending = self._exchange is None or self._exchange.rank == 0
 
     def _agreed_version(self) -> int:
         """The next version, the same on every rank, also if one of them failed before."""
@@ -602,11 +517,10 @@ class CudaIpcTransferSender(BridgeTransferSender):
         bodies = self._share("version", {"version": version})
         found = [body.get("version") for body in bodies]
         if not all(isinstance(one, int) and one >= 0 for one in found):
-            msg = (
+            raise RanksDisagree(
                 f"the ranks are at versions {found}, expected a number of each. Use the same "
                 "rl_bridge release on every rank."
             )
-            raise RanksDisagree(msg)
         return max(one for one in found if isinstance(one, int))
 
     def _publish(
@@ -634,12 +548,6 @@ class CudaIpcTransferSender(BridgeTransferSender):
             with suppress(GroupAborted):  # which this very message causes, on every rank
                 self._share(step, {"error": describe(error)})
             raise
-
-    def _share(self, step: str, body: dict[str, object]) -> list[dict[str, object]]:
-        ranks = self._clean_up
-        if ranks.exchange is None:
-            return [body]
-        return share_json(ranks.exchange, step, body, timeout_s=ranks.timeout_s)
 
     def _requests(self, manifest: WeightUpdateManifest, batches: Any) -> list[WeightUpdateRequest]:
         return super()._requests(manifest, batches) if self._is_sending else []

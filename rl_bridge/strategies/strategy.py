@@ -30,14 +30,14 @@ from rl_bridge.strategies.requests import (
 )
 from rl_bridge.strategies.sender import (
     BridgeTransferSender,
-    CleanUp,
+    CleanUpOptions,
     CudaIpcTransferSender,
     HelperTransferSender,
     WeightTransferSender,
 )
 from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, checked_threshold
 from rl_bridge.transports.base import checked_seconds
-from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
+from rl_bridge.transports.broadcast.messages import TorchDistributedWeightSyncInitInfo
 
 _LOG = logging.getLogger(__name__)
 
@@ -172,19 +172,18 @@ class WeightTransferStrategy(ABC):
         if rank == 0 or init_info is not None:
             self._check_info(init_info)
         if rank != 0 and exchange is None:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"rank {rank} of the trainer has no exchange to learn from whether a sync failed. "
                 "Pass exchange=, such as ProcessGroupExchange()."
             )
-            raise WeightBridgeUnavailableError(msg)
         if exchange is not None and exchange.rank != rank:
             # Ranks believe the exchange's rank 0 about what was sent.
             raise ValueError(f"rank={rank}: expected {exchange.rank}, as the exchange counts.")
-        clean_up = CleanUp(
-            device=torch.cuda if self.config.device == "cuda" else None,
-            exchange=exchange,
-            timeout_s=self.config.timeout_s,
-        )
+        clean_up: CleanUpOptions = {
+            "device": torch.cuda if self.config.device == "cuda" else None,
+            "exchange": exchange,
+            "timeout_s": self.config.timeout_s,
+        }
         return self._make_sender(rank, clean_up)
 
     async def create_receiver(
@@ -217,22 +216,21 @@ class WeightTransferStrategy(ABC):
     def _check_info(self, init_info: object) -> None:
         """Refuse another strategy's init info."""
         if not isinstance(init_info, self.init_info_type):
-            msg = (
+            raise MalformedManifest(
                 f"{type(self).__name__} got a {type(init_info).__name__}, not what its "
                 "create_init_info makes. Make strategies from the same config on all sides."
             )
-            raise MalformedManifest(msg)
 
     # ---- what a subclass may change
 
-    def _make_sender(self, rank: int, clean_up: CleanUp) -> WeightTransferSender:
+    def _make_sender(self, rank: int, clean_up: CleanUpOptions) -> WeightTransferSender:
         if rank != 0:
-            return HelperTransferSender(clean_up)
+            return HelperTransferSender(**clean_up)
         return BridgeTransferSender(
             self._sending_bridge(),
             self.request_type,
             threshold_nbytes=self.config.threshold_nbytes,
-            clean_up=clean_up,
+            **clean_up,
         )
 
     def _sending_bridge(self) -> TensorBridge:
@@ -265,13 +263,13 @@ class CudaIpcTransferStrategy(WeightTransferStrategy):
     transport = "cuda-vmm"
     request_type: ClassVar[type[WeightUpdateRequest]] = CudaIpcWeightUpdateRequest
 
-    def _make_sender(self, rank: int, clean_up: CleanUp) -> WeightTransferSender:
+    def _make_sender(self, rank: int, clean_up: CleanUpOptions) -> WeightTransferSender:
         return CudaIpcTransferSender(
             self._trainer_bridge(rank),
             self.request_type,
             gpu=_gpu_uuid(self.config.trainer_options.get("device")),
             threshold_nbytes=self.config.threshold_nbytes,
-            clean_up=clean_up,
+            **clean_up,
         )
 
     def _make_receiver(self, bridge: TensorBridge) -> BridgeTransferReceiver:
@@ -319,11 +317,10 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
     def _sending_bridge(self) -> TensorBridge:
         bridge, self._opened = self._opened, None
         if bridge is None:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 "the broadcast group was not opened in this process. Call create_init_info in the "
                 "process that sends, then create_sender in the same one, once."
             )
-            raise WeightBridgeUnavailableError(msg)
         return bridge
 
     def _make_receiver(self, bridge: TensorBridge) -> BridgeTransferReceiver:
@@ -364,10 +361,9 @@ def _choose(config: WeightTransferConfig) -> tuple[type[WeightTransferStrategy],
 def _gpu_uuid(device: object) -> str:
     """UUID of a GPU of this process; None is torch's current one."""
     if not torch.cuda.is_available():
-        msg = (
+        raise WeightBridgeUnavailableError(
             "no CUDA device can be used here, so nothing can be shared on one. Use device='cpu', "
             "or is_colocated=False."
         )
-        raise WeightBridgeUnavailableError(msg)
     ordinal = device if isinstance(device, int) else torch.cuda.current_device()
     return str(torch.cuda.get_device_properties(ordinal).uuid)

@@ -85,20 +85,11 @@ __all__ = [
     "watchdog",
 ]
 
-_MODULES = {
-    "engine_faults": "in_rank",
-    "engine_suite": "EngineSuite EngineUnderTest",
-    "faults": "Fault FaultInjecting HostIPC HostVMM KillAt Step die",
-    "installer_faults": "EngineFault Stage poke",
-    "installer_suite": "InstallerSuite Rig engine_state sample_engine",
-    "leaks": "Holdings assert_nothing_leaks",
-    "lifecycle_machine": "LifecycleMachine",
-    "peer": "BridgeOver Peer PeerOptions hashes sample_weights",
-    "processes": "Child ChildDied ChildError stop_process until watchdog",
-    "tensors": "bytes_of contents_of random_tensor",
-    "transport_suite": "TransportSuite",
-}
-_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+# Where these names are, those first that need neither pytest nor hypothesis.
+_HOMES = (
+    *("tensors", "processes", "faults", "peer", "leaks", "installer_faults", "engine_faults"),
+    *("installer_suite", "transport_suite", "lifecycle_machine", "engine_suite"),
+)
 
 # Before any of them is imported, and without importing pytest: a spawned child has none.
 if "pytest" in sys.modules:
@@ -109,7 +100,7 @@ if "pytest" in sys.modules:
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is asked for: a spawned child must not pay for pytest."""
-    if name not in _HOMES:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))

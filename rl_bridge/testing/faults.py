@@ -37,8 +37,8 @@ from rl_bridge.transports.base import (
     Transport,
 )
 from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
+from rl_bridge.transports.files.checkpoint import layout_of
 from rl_bridge.transports.files.directory import DirectoryStore
-from rl_bridge.transports.files.layout import layout_of
 from rl_bridge.transports.files.objects import ObjectStore
 from rl_bridge.transports.files.store import FileContent, Lease, Marker, VersionStore
 from rl_bridge.transports.files.transport import FilesPublisher
@@ -68,8 +68,7 @@ def die() -> None:
 
 
 def _raise() -> None:
-    msg = "injected fault"
-    raise InjectedFault(msg)
+    raise InjectedFault("injected fault")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +146,11 @@ def arena_address(end: PublisherEnd, update_id: str, handle: Mapping[str, Any]) 
         return _shared_mapping(int(slot["device"]), int(slot["inode"]))
     snapshot = getattr(end, "snapshot", None)
     if snapshot is None:
-        msg = (
+        raise LookupError(
             f"where a {type(end).__name__} keeps update {update_id} is unknown. Give the suite's "
             "class a `locate`: staticmethod(function), where function(end, update_id, handle) "
             "tells the address of the published bytes in the publisher's process."
         )
-        raise LookupError(msg)
     return int(snapshot(update_id).address)
 
 
@@ -175,10 +173,11 @@ def locate_in_files(
     store = end.store
     folder = store.root / name if isinstance(store, DirectoryStore) else Path(store.path(name))
     text = (folder / "manifest.json").read_text(encoding="utf-8")
-    table = WeightUpdateManifest.from_json(text).table
+    manifest = WeightUpdateManifest.from_json(text)
+    table = manifest.table
 
     def address(offset: int) -> int:
-        for file in layout_of(table, handle["file_nbytes"], is_adapter=False).files:
+        for file in layout_of(manifest, handle["file_nbytes"]).files:
             at = len(file.header)
             for row in file.rows:
                 begin = offset - table.offsets[row]
@@ -251,8 +250,7 @@ def _shared_mapping(device: int, inode: int) -> int:
                 and int(offset, 16) == 0
             ):
                 return int(span.split("-")[0], 16)
-    msg = f"this process has no shared, writable mapping of inode {inode}"
-    raise LookupError(msg)
+    raise LookupError(f"this process has no shared, writable mapping of inode {inode}")
 
 
 def flip_byte(address: int, place: Place = CPU_PLACE) -> None:
@@ -358,8 +356,7 @@ class FaultInjecting(Transport):
         for end in self.publishers:
             if manifest.update_id in end.handles:
                 return end
-        msg = f"update {manifest.update_id} was not published here"
-        raise LookupError(msg)
+        raise LookupError(f"update {manifest.update_id} was not published here")
 
     def corrupt(self, manifest: WeightUpdateManifest, offset: int) -> None:
         """Flip one byte of a published update, at `offset` of its arena.

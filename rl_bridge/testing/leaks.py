@@ -181,8 +181,7 @@ def prove_checks() -> None:
     """
     blind = [kind for kind in LEAKS if not planted(kind)]
     if blind:
-        msg = f"the leak checks do not see these planted leaks: {blind}"
-        raise AssertionError(msg)
+        raise AssertionError(f"the leak checks do not see these planted leaks: {blind}")
 
 
 def assert_nothing_leaks(
@@ -226,8 +225,9 @@ def assert_nothing_leaks(
             if not found:
                 break
         else:
-            msg = f"after {num_cycles} cycles there is more than before: " + "; ".join(found[:8])
-            raise AssertionError(msg)
+            raise AssertionError(
+                f"after {num_cycles} cycles there is more than before: " + "; ".join(found[:8])
+            )
 
 
 @contextmanager

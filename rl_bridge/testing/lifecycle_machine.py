@@ -321,8 +321,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             self.executor.check_servable()
         except kind:
             return
-        msg = "an engine that must not serve says that it may"
-        raise AssertionError(msg)
+        raise AssertionError("an engine that must not serve says that it may")
 
     @invariant()
     def held_tensors_keep_their_bytes(self) -> None:

@@ -32,32 +32,17 @@ class BridgeOver(TensorBridge):
 
     transport: ClassVar[str] = "given"
 
-    def __init__(
-        self,
-        given: Transport,
-        *,
-        source_worker: str = "test",
-        source_rank: int = 0,
-        state_dir: str | None = None,
-        suspicious: Policy | str = Policy.OFF,
-        nonfinite: Policy | str = Policy.OFF,
-        observer: Observer | None = None,
-    ) -> None:
-        """Configure; nothing is opened yet."""
+    def __init__(self, given: Transport, **options: Any) -> None:
+        """Configure, with options of `TensorBridge`; nothing is opened yet."""
         self.given = given
-        super().__init__(
-            source_worker=source_worker,
-            source_rank=source_rank,
-            state_dir=state_dir,
-            suspicious=suspicious,
-            nonfinite=nonfinite,
-            observer=observer,
-        )
+        usual: dict[str, Any] = {"suspicious": Policy.OFF, "nonfinite": Policy.OFF}
+        super().__init__(**{"source_worker": "test", **usual, **options})
 
     def _make_transport(self, options: Mapping[str, object]) -> Transport:
         if options:
-            msg = f"the transport is made already, so it takes no options: {sorted(options)}"
-            raise TypeError(msg)
+            raise TypeError(
+                f"the transport is made already, so it takes no options: {sorted(options)}"
+            )
         return self.given
 
 
@@ -263,8 +248,7 @@ class Peer:
     def update_weights(self, manifest: str) -> int | None:
         """Install an update in the engine and return the version that it is at."""
         if self._executor is None:
-            msg = "this peer has no engine"
-            raise TypeError(msg)
+            raise TypeError("this peer has no engine")
         self._executor.update_weights(manifest)
         return self._executor.active_weight_version
 

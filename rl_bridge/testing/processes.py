@@ -79,8 +79,7 @@ def until(condition: Callable[[], object], *, what: str, deadline_s: float = DEA
     end = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > end:
-            msg = f"not within {deadline_s} s: {what}"
-            raise DeadlineExceeded(msg)
+            raise DeadlineExceeded(f"not within {deadline_s} s: {what}")
         time.sleep(0.002)
 
 
@@ -122,8 +121,9 @@ class Line:
         try:
             self._connection.send_bytes(json.dumps(message).encode("ascii"))
         except BlockingIOError as error:
-            msg = f"the other process took no message within {self._send_timeout_s:g} s: end it"
-            raise DeadlineExceeded(msg) from error
+            raise DeadlineExceeded(
+                f"the other process took no message within {self._send_timeout_s:g} s: end it"
+            ) from error
 
     def receive(self, *, deadline_s: float = DEADLINE_S) -> Any:
         """Wait for one JSON value.
@@ -134,8 +134,7 @@ class Line:
 
         """
         if not self._connection.poll(deadline_s):
-            msg = f"no answer within {deadline_s} s"
-            raise DeadlineExceeded(msg)
+            raise DeadlineExceeded(f"no answer within {deadline_s} s")
         return json.loads(self._connection.recv_bytes())
 
     def close(self) -> None:
@@ -328,8 +327,7 @@ class Child:
         code: int | None = self.process.exitcode
         if code is None:
             self.kill()
-            msg = f"the child did not end within {deadline_s} s and was killed"
-            raise DeadlineExceeded(msg)
+            raise DeadlineExceeded(f"the child did not end within {deadline_s} s and was killed")
         return code
 
     def stop(self) -> int:
@@ -367,8 +365,7 @@ def watchdog(seconds: float) -> Iterator[None]:
     """
 
     def bark(_number: int, _frame: object) -> None:
-        msg = f"still not done after {seconds} s"
-        raise DeadlineExceeded(msg)
+        raise DeadlineExceeded(f"still not done after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, bark)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -5,11 +5,11 @@ then chunks, of what this rank holds (`local`) or of whole tensors (`full`, `ext
 """
 
 from rl_bridge.trainers.base import RankTensor, WeightExtractor, WeightMetadata
+from rl_bridge.trainers.checkpoint_files import read_peft, write_peft
 from rl_bridge.trainers.chunks import WeightChunk
 from rl_bridge.trainers.deepspeed import DeepSpeedWeightExtractor
 from rl_bridge.trainers.fsdp import FSDPWeightExtractor
 from rl_bridge.trainers.megatron import MegatronWeightExtractor
-from rl_bridge.trainers.peft_files import read_peft, write_peft
 from rl_bridge.trainers.state_dict import Source, StateDictExtractor, named_tensors
 
 __all__ = [

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
@@ -28,6 +29,7 @@ from rl_bridge.trainers.chunks import (
     module_of,
     wire_name,
 )
+from rl_bridge.trainers.gather import Shared, Split, gather, window_nbytes
 from rl_bridge.trainers.modules import Adapters, ModelNames, naming_of
 
 _LOG = logging.getLogger(__name__)
@@ -91,24 +93,14 @@ class RankTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of a chunk.
-
-    Attributes:
-        name: under which it travels.
-        source: number of the rank's tensor that has its bytes; tied names have the same number.
-        dtype: in which it travels.
-        shape: in which it travels.
-        placement: where it lies in the whole tensors; None if it is whole.
-        is_tied: another entry has the bytes already.
-
-    """
+    """One tensor of a chunk, as it travels."""
 
     name: str
-    source: int
+    source: int  # number of the rank's tensor that has its bytes; of tied names the same
     dtype: torch.dtype
     shape: tuple[int, ...]
-    placement: Placement | None = None
-    is_tied: bool = False
+    placement: Placement | None = None  # where it lies in the whole tensors; None if it is whole
+    is_tied: bool = False  # another entry has the bytes already
 
     @property
     def nbytes(self) -> int:
@@ -150,10 +142,8 @@ class ChunkPlan:
     ) -> WeightChunk:
         """A chunk of the rank's own tensors, one per source; copied only if one needs a cast.
 
-        Args:
-            tensors: contiguous or not, in any dtype.
-            in_kept_buffer: copy into the buffer of the last call, whose chunk is overwritten.
-
+        With `in_kept_buffer` they are cast into the buffer of the last call: its chunk is
+        overwritten.
         """
         fits = (
             tensor.dtype is dtype and tensor.is_contiguous()
@@ -199,6 +189,16 @@ class ChunkPlan:
         )
 
 
+class ExtractorOptions(TypedDict, total=False):
+    """What every `WeightExtractor` takes; its constructor says what they mean."""
+
+    adapters: Adapters | str
+    adapter: str | None
+    base_root: str
+    chunk_nbytes: int
+    keep_buffers: bool
+
+
 class WeightExtractor(ABC):
     """A trainer's weights, as one rank of the trainer sees them.
 
@@ -209,7 +209,8 @@ class WeightExtractor(ABC):
 
     Chunks hold whole modules (the projections of one attention stay together), together at most
     `chunk_nbytes`; a module that is larger goes alone. Tensors that need no cast are the trainer's
-    own, without a copy: read them before its next step.
+    own, without a copy: read them before its next step. A `dtype` is the one in which
+    floating-point tensors travel; None leaves them as they are.
 
     A loop variable that still holds the last chunk keeps two chunks in memory: where memory is
     short, ``del`` it at the end of the loop's body.
@@ -248,12 +249,7 @@ class WeightExtractor(ABC):
         self._plans: dict[tuple[torch.dtype | None, bool], list[ChunkPlan]] = {}
 
     def metadata(self, dtype: torch.dtype | None = None) -> Mapping[str, WeightMetadata]:
-        """Every whole tensor that this rank knows of, by name; no bytes, no collective.
-
-        Args:
-            dtype: in which floating-point tensors will travel; None for the trainer's own.
-
-        """
+        """Every whole tensor that this rank knows of, by name; no bytes, no collective."""
         dtype = checked_dtype(dtype)
         known = self._all_known()
         found: dict[str, WeightMetadata] = {}
@@ -271,12 +267,7 @@ class WeightExtractor(ABC):
         return found
 
     def placements(self, dtype: torch.dtype | None = None) -> Mapping[str, Placement]:
-        """Where this rank's own tensors lie in the whole ones; no bytes, no collective.
-
-        Args:
-            dtype: in which floating-point tensors will travel; None for the trainer's own.
-
-        """
+        """Where this rank's own tensors lie in the whole ones; no bytes, no collective."""
         dtype = checked_dtype(dtype)
         known = self._all_known()
         return {one.name: one.placement(dtype) for one in known if one.local_shape is not None}
@@ -300,22 +291,13 @@ class WeightExtractor(ABC):
 
         No collective, but for adapters that are merged into weights that FSDP or ZeRO-3 cuts: their
         matrices are gathered, so every rank calls this.
-
-        Args:
-            dtype: to which floating-point tensors are cast; None leaves them as they are.
-
         """
         plans, tensors = self._planned(checked_dtype(dtype), is_local=True)
         for plan in plans:
             yield _local_chunk(plan, tensors, in_kept_buffer=self._keep_buffers)
 
     def full(self, dtype: torch.dtype | None = None) -> Iterator[WeightChunk]:
-        """Yield whole tensors, one chunk at a time. Every rank of the trainer iterates it.
-
-        Args:
-            dtype: to which floating-point tensors are cast; None leaves them as they are.
-
-        """
+        """Yield whole tensors, one chunk at a time. Every rank of the trainer iterates it."""
         plans, tensors = self._planned(checked_dtype(dtype), is_local=False)
         for plan in plans:
             yield self._full_chunk(plan, tensors)
@@ -353,24 +335,11 @@ class WeightExtractor(ABC):
         """
 
     @abstractmethod
-    def _fill(
-        self,
-        views: Sequence[torch.Tensor],
-        sources: Sequence[int],
-        tensors: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Write whole tensors into `views`, casting; a collective.
+    def _split(self, source: int) -> Split | Callable[[torch.Tensor], object]:
+        """How the ranks share a tensor that is not whole.
 
-        Args:
-            views: one for each of `sources`, of the whole tensor's shape, in the wire dtype.
-            sources: numbers of known tensors.
-            tensors: what this rank holds of all known tensors.
-
+        Or what writes the whole of it into a view, casting; a collective.
         """
-
-    def _reserve_nbytes(self) -> int:
-        """Bytes that making any chunk takes in addition to the chunk."""
-        return 0
 
     def _aside_nbytes(self, known: RankTensor, dtype: torch.dtype) -> int:  # noqa: ARG002 - subclasses use them
         """Bytes of temporary memory that filling in one tensor takes in addition to the chunk."""
@@ -386,11 +355,10 @@ class WeightExtractor(ABC):
             names = [one.name for one in known]
             if len(set(names)) != len(names):
                 twice = next(name for name in names if names.count(name) > 1)
-                msg = (
+                raise DuplicateTensorName(
                     f"tensor {twice!r} appears twice once the words of wrappers are left out. "
                     "Extract the two models that have it one after the other."
                 )
-                raise DuplicateTensorName(msg)
             self._known = known
             _LOG.info("%s: %d tensors known", type(self).__name__, len(known))
         return self._known
@@ -409,11 +377,10 @@ class WeightExtractor(ABC):
             if is_last:
                 break
             self.refresh()
-        msg = (
+        raise IncompatibleUpdate(
             f"tensor {wrong!r} of this rank is not as its model says it should be. Extract between "
             "two steps, when no forward or backward pass is under way."
         )
-        raise IncompatibleUpdate(msg)
 
     def _planned(
         self, dtype: torch.dtype | None, *, is_local: bool
@@ -439,14 +406,35 @@ class WeightExtractor(ABC):
                     is_tied=one.tied_to is not None,
                 )
                 entries.append(entry)
+        is_gathered = not is_local and any(not one.is_whole for one in known)
+        reserve = window_nbytes(self._chunk_nbytes) if is_gathered else 0
         found = batches(
             # A tied name travels with the first name of its tensor, which has the bytes.
             ((module_of(known[one.source].name), one) for one in entries),
             size_of=lambda one: one.nbytes,
-            limit=max(1, self._chunk_nbytes - (0 if is_local else self._reserve_nbytes())),
+            limit=max(1, self._chunk_nbytes - reserve),
             extra_of=lambda one: self._aside_nbytes(known[one.source], one.dtype),
         )
         return [ChunkPlan(batch, module) for module, batch in found]
+
+    def _fill(
+        self,
+        views: Sequence[torch.Tensor],
+        sources: Sequence[int],
+        tensors: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Write the whole tensors of `sources` into `views`, casting; a collective."""
+        known = self._all_known()
+        cut: list[Shared] = []
+        for view, source in zip(views, sources, strict=True):
+            tensor = tensors[source]
+            if known[source].is_whole:
+                view.copy_(tensor)  # type: ignore[arg-type]  # so this rank holds it
+            elif isinstance(split := self._split(source), Split):
+                cut.append((view, split, tensor))
+            else:
+                split(view)
+        gather(cut, window=window_nbytes(self._chunk_nbytes))
 
     def _full_chunk(self, plan: ChunkPlan, tensors: Sequence[torch.Tensor | None]) -> WeightChunk:
         known = self._all_known()
@@ -478,22 +466,16 @@ def _require_ties(known: Sequence[RankTensor], tensors: Sequence[torch.Tensor | 
 
 
 def require_untied(known: Sequence[RankTensor], at: int) -> None:
-    """Refuse to merge into a tensor that has two names; all ranks do so, whatever they hold.
-
-    Args:
-        known: all tensors that a rank knows of.
-        at: number of the one that an adapter is of.
+    """Refuse to merge into tensor number `at` if it has two names; all ranks do so.
 
     Raises:
-        IncompatibleUpdate: another one is the same tensor.
+        IncompatibleUpdate: another one is the same tensor, whatever this rank holds of it.
 
     """
-    first = known[at].tied_to
-    others = [one.name for one in known if one.tied_to == at] if first is None else []
-    if first is not None:
-        others = [known[first].name]
-    if others:
-        raise IncompatibleUpdate(tied_refusal(known[at].name, others[0]))
+    first = at if (tied_to := known[at].tied_to) is None else tied_to
+    for number, one in enumerate(known):
+        if number != at and first in {number, one.tied_to}:
+            raise IncompatibleUpdate(tied_refusal(known[at].name, one.name))
 
 
 def tied_refusal(name: str, other: str) -> str:

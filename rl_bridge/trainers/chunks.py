@@ -69,27 +69,24 @@ class WeightChunk:
     def __post_init__(self) -> None:
         counts = {len(self.names), len(self.dtypes), len(self.shapes), len(self.tensors)}
         if len(counts | ({len(self.placements)} if self.placements is not None else set())) != 1:
-            msg = (
+            raise IncompatibleUpdate(
                 f"a chunk has {len(self.names)} names, {len(self.dtypes)} dtypes, "
                 f"{len(self.shapes)} shapes and {len(self.tensors)} tensors, expected one of each "
                 "per tensor. Make it with WeightChunk.of(pairs)."
             )
-            raise IncompatibleUpdate(msg)
         for name, dtype, shape, tensor in zip(
             self.names, self.dtypes, self.shapes, self.tensors, strict=True
         ):
             if str(tensor.dtype) != dtype or list(tensor.shape) != list(shape):
-                msg = (
+                raise IncompatibleUpdate(
                     f"tensor {name!r} is {tensor.dtype} of shape {list(tensor.shape)}, expected "
                     f"{dtype} of shape {list(shape)}. Make the chunk with WeightChunk.of(pairs)."
                 )
-                raise IncompatibleUpdate(msg)
             if not tensor.is_contiguous():
-                msg = (
+                raise IncompatibleUpdate(
                     f"tensor {name!r} is not contiguous, and some backends silently send wrong "
                     "bytes of such tensors. Pass tensor.contiguous()."
                 )
-                raise IncompatibleUpdate(msg)
 
     @classmethod
     def of(
@@ -144,11 +141,10 @@ class WeightChunk:
             TypeError: always.
 
         """
-        msg = (
+        raise TypeError(
             f"a WeightChunk holds {len(self.names)} tensors and is no (name, tensor) pair. Go over "
             "chunk.items(), or give the chunks themselves to bridge.publish."
         )
-        raise TypeError(msg)
 
     @cached_property
     def total_numel(self) -> int:
@@ -253,11 +249,7 @@ def whole_copies(
 ) -> dict[str, torch.Tensor]:
     """Copy the tensors of all chunks, whose memory may be the next chunk's; each rank calls it.
 
-    Args:
-        chunks: such as an extractor's `full`.
-        device: of the copies.
-        is_kept: False only takes part in making the chunks, and returns nothing.
-
+    With ``is_kept=False`` it only takes part in making the chunks, and returns nothing.
     """
     copies: dict[str, torch.Tensor] = {}
     for chunk in chunks:
@@ -267,17 +259,13 @@ def whole_copies(
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Refuse a tensor that has no dense memory.
-
-    Raises:
-        IncompatibleUpdate: it is sparse, nested, or of another such layout.
-
-    """
+    """The tensor; refused (`IncompatibleUpdate`) if it has no dense memory."""
     if tensor.layout is torch.strided and not tensor.is_nested:
         return tensor
     what = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-    msg = f"tensor {name!r} is {what}. Keep it dense, or as a buffer with persistent=False."
-    raise IncompatibleUpdate(msg)
+    raise IncompatibleUpdate(
+        f"tensor {name!r} is {what}. Keep it dense, or as a buffer with persistent=False."
+    )
 
 
 def wire_name(dtype: torch.dtype) -> str:
@@ -286,13 +274,7 @@ def wire_name(dtype: torch.dtype) -> str:
 
 
 def checked_threshold(chunk_nbytes: object) -> int:
-    """Check a chunk's size.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is not positive.
-
-    """
+    """A chunk's size, if it is one."""
     if isinstance(chunk_nbytes, bool) or not isinstance(chunk_nbytes, int):
         raise TypeError(f"chunk_nbytes={chunk_nbytes!r}: expected an int, such as 1 << 30.")
     if chunk_nbytes < 1:
@@ -325,9 +307,8 @@ def batches(
     A module that is larger than `limit` goes alone.
 
     Args:
-        items: module and item, in the order in which they travel; a module travels where its first
-            item stands.
-        size_of: bytes of an item in the chunk.
+        items: module and item; a module travels where its first item stands.
+        size_of: bytes of an item.
         limit: bytes of a chunk, including the largest `extra_of` in it.
         extra_of: bytes of temporary memory that putting the item into the chunk takes.
 

@@ -5,24 +5,16 @@ parameter with ``ds_`` attributes. DeepSpeed gathers its parameters itself, one 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
-from rl_bridge.trainers.base import RankTensor, WeightExtractor, require_untied
-from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES
-from rl_bridge.trainers.gather import (
-    Shared,
-    Split,
-    flat_piece,
-    gather,
-    whole_piece,
-    window_nbytes,
-)
-from rl_bridge.trainers.modules import Adapters, ModuleSlots, Slot
+from rl_bridge.trainers.base import ExtractorOptions, RankTensor, WeightExtractor, require_untied
+from rl_bridge.trainers.gather import Split, flat_piece, whole_piece
+from rl_bridge.trainers.modules import ModuleSlots, Slot
 
 
 class DeepSpeedWeightExtractor(WeightExtractor):
@@ -36,41 +28,25 @@ class DeepSpeedWeightExtractor(WeightExtractor):
     def __init__(
         self,
         engine: Any,
-        *,
-        adapters: Adapters | str = Adapters.MERGED,
-        adapter: str | None = None,
-        base_root: str = "",
-        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
-        keep_buffers: bool = False,
+        **options: Unpack[ExtractorOptions],
     ) -> None:
         """Make an extractor; nothing is read yet, no rank is asked.
 
         Args:
             engine: what ``deepspeed.initialize`` returned.
-            adapters: what is published of a model with peft adapters.
-            adapter: publish one adapter under this name, and nothing else: see `WeightExtractor`.
-            base_root: root of the base weights that the adapter was trained on.
-            chunk_nbytes: bytes of one chunk.
-            keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
+            options: those of every `WeightExtractor`: ``adapter=``, ``chunk_nbytes=`` and others.
 
         Raises:
             IncompatibleUpdate: no engine of DeepSpeed's.
             WeightBridgeUnavailableError: it cuts tensors or layers in a way that is not known here.
 
         """
-        super().__init__(
-            adapter=adapter,
-            base_root=base_root,
-            adapters=adapters,
-            chunk_nbytes=chunk_nbytes,
-            keep_buffers=keep_buffers,
-        )
+        super().__init__(**options)
         if not hasattr(engine, "seq_data_parallel_group") or not hasattr(engine, "module"):
-            msg = (
+            raise IncompatibleUpdate(
                 f"cannot extract from a {type(engine).__name__}, expected a DeepSpeed engine. Pass "
                 "what deepspeed.initialize returned."
             )
-            raise IncompatibleUpdate(msg)
         _require_plain(engine)
         self._engine = engine
         self._ranks = torch.distributed.get_process_group_ranks(engine.seq_data_parallel_group)
@@ -142,27 +118,16 @@ class DeepSpeedWeightExtractor(WeightExtractor):
                 if held is not None:
                     now[at] = one.merged(held, begin=_own_range(parameter)[0])
 
-    def _fill(
-        self,
-        views: Sequence[torch.Tensor],
-        sources: Sequence[int],
-        tensors: Sequence[torch.Tensor | None],
-    ) -> None:
-        known = self._all_known()
-        cut: list[Shared] = []
-        for view, source in zip(views, sources, strict=True):
-            parameter = self._slots.slots[source].tensor()
-            if known[source].is_whole:
-                view.copy_(tensors[source])  # type: ignore[arg-type]  # so this rank holds it
-            elif source in self._merged:  # what DeepSpeed would gather is the frozen weight
-                cut.append((view, _split(known[source], parameter), tensors[source]))
-            else:
-                with _gathered([parameter]):
-                    view.copy_(parameter.detach().view(view.shape))
-        gather(cut, window=self._reserve_nbytes())
+    def _split(self, source: int) -> Split | Callable[[torch.Tensor], object]:
+        parameter = self._slots.slots[source].tensor()
+        if source in self._merged:  # what DeepSpeed would gather is the frozen weight
+            return _split(self._all_known()[source], parameter)
 
-    def _reserve_nbytes(self) -> int:
-        return window_nbytes(self._chunk_nbytes) if self._names.is_merging else 0
+        def gather(view: torch.Tensor) -> None:
+            with _gathered([parameter]):
+                view.copy_(parameter.detach().view(view.shape))
+
+        return gather
 
     def _aside_nbytes(self, known: RankTensor, dtype: torch.dtype) -> int:  # noqa: ARG002 - it gathers in its own
         # DeepSpeed gathers into a buffer and then into the parameter, in the parameter's own dtype.
@@ -173,41 +138,36 @@ class DeepSpeedWeightExtractor(WeightExtractor):
 def _require_plain(engine: Any) -> None:
     """Refuse engines whose ranks share a tensor in other ways than ZeRO's."""
     if engine.mp_world_size > 1:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"a DeepSpeed engine with tensor parallelism of {engine.mp_world_size} is not "
             "supported. Train without it, or publish model.state_dict() of gathered weights."
         )
-        raise WeightBridgeUnavailableError(msg)
     shard_size = getattr(engine, "mics_shard_size", lambda: 0)()
     if shard_size > 0:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"a DeepSpeed engine with MiCS, mics_shard_size={shard_size}, is not supported: groups "
             "of ranks hold the same partitions. Use zero_hpz_partition_size instead."
         )
-        raise WeightBridgeUnavailableError(msg)
     if getattr(engine, "has_moe_layers", False):
-        msg = (
+        raise WeightBridgeUnavailableError(
             "a DeepSpeed engine with expert layers of DeepSpeed's own is not supported: its ranks "
             "have different experts under the same names. Publish a gathered state dict."
         )
-        raise WeightBridgeUnavailableError(msg)
 
 
 def _require_plain_partition(name: str, tensor: Any, ranks: tuple[int, ...]) -> None:
     """Refuse partitions whose bytes are not those of the weight, or that other ranks have too."""
     if hasattr(tensor.ds_tensor, "ds_quant_scale"):
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"tensor {name!r} is kept quantized by ZeRO-3. Set "
             "zero_quantized_nontrainable_weights to false in its configuration."
         )
-        raise WeightBridgeUnavailableError(msg)
     own = torch.distributed.get_process_group_ranks(tensor.ds_process_group)
     if sorted(own) != sorted(ranks):
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"tensor {name!r} is cut over ranks {own}, the engine's other tensors over "
             f"{list(ranks)}: where its copies are is not known here. Publish a gathered state dict."
         )
-        raise WeightBridgeUnavailableError(msg)
 
 
 def _is_partitioned(tensor: torch.Tensor) -> bool:
@@ -256,9 +216,8 @@ def _partition(tensor: Any) -> torch.Tensor | None:
         return None
     partition: torch.Tensor = tensor.ds_tensor
     if partition.numel() < length:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"a partition of {length} elements is not in memory: ZeRO-3 put it on a disk. "
             'Set offload_param.device to "cpu" or "none".'
         )
-        raise WeightBridgeUnavailableError(msg)
     return partition.detach()[:length]

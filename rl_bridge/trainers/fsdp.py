@@ -8,19 +8,18 @@ other module reads them.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.parallel import Piece
-from rl_bridge.trainers.base import RankTensor, WeightExtractor, require_untied
-from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES
+from rl_bridge.trainers.base import ExtractorOptions, RankTensor, WeightExtractor, require_untied
 from rl_bridge.trainers.gather import (
     Shared,
     Split,
@@ -39,7 +38,6 @@ from rl_bridge.trainers.meshes import (
     split_of,
 )
 from rl_bridge.trainers.modules import (
-    Adapters,
     Factor,
     ModuleSlots,
     Naming,
@@ -67,6 +65,7 @@ class FlatUnit:
 
     Attributes:
         is_cut: the ranks hold ranges of it; else each holds a copy.
+        device: where the unit computes, and its process group sends from.
         rank: this rank, of the world.
         replica: number of this rank's copy of what it holds.
         paths: of the parameters inside, without the words of wrappers.
@@ -82,12 +81,7 @@ class FlatUnit:
         naming: Naming,
         trained: AbstractSet[str] = frozenset(),
     ) -> None:
-        """Read the unit's description; no bytes.
-
-        Raises:
-            IncompatibleUpdate: something about it is not understood.
-
-        """
+        """Read the unit's description; no bytes."""
         handle: Any = _HANDLE(unit)
         self._flat: Any = handle.flat_param
         self._group = handle.process_group
@@ -97,7 +91,7 @@ class FlatUnit:
         ranks = torch.distributed.get_process_group_ranks(self._group)
         self.rank: int = ranks[self._index]
         self._group_ranks = ranks
-        self._device = torch.device(handle.device)
+        self.device = torch.device(handle.device)
         across = getattr(unit, "_inter_node_pg", None)
         self._across = torch.distributed.get_process_group_ranks(across) if across else [self.rank]
         # The ranks that hold the same range as each rank of the group, as far as they are known:
@@ -119,12 +113,11 @@ class FlatUnit:
         self._trained = {clean_name(path) for path in trained}
         self._describe(prefix, naming)
         if self._range_numel != self.held().numel():
-            msg = (
+            raise IncompatibleUpdate(
                 f"unit {prefix or 'of the root'!r} of FSDP holds {self.held().numel()} elements "
                 f"on this rank, expected {self._range_numel} of {total}. Extract between two "
                 "steps, outside of summon_full_params."
             )
-            raise IncompatibleUpdate(msg)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -142,14 +135,9 @@ class FlatUnit:
         parts = self._parts(one.name, one.shape, self._begins[number])
         return Split(
             group=self._group,
-            device=self._device,
+            device=self.device,
             parts=tuple((rank, (piece,)) for rank, piece in parts),
         )
-
-    @property
-    def device(self) -> torch.device:
-        """Where the unit computes, and its process group sends from."""
-        return self._device
 
     def held(self) -> torch.Tensor:
         """This rank's range of the flat parameter, padding included."""
@@ -199,11 +187,10 @@ class FlatUnit:
         for fqn, shape, is_plain, extension, begin, parameter in rows:
             path = _joined(prefix, fqn)
             if not is_plain or extension is not None:
-                msg = (
+                raise IncompatibleUpdate(
                     f"tensor {path!r} does not lie row by row in its flat parameter. Make it "
                     "contiguous before wrapping the model with FSDP, or use fully_shard."
                 )
-                raise IncompatibleUpdate(msg)
             name = self._named(path, naming)
             if name is not None:
                 numbers[path] = self.numbers[clean_name(path)] = len(self.tensors)
@@ -260,11 +247,7 @@ def flat_units(
 ) -> list[FlatUnit]:
     """The units of FSDP1 in `model`; none if it is not wrapped that way.
 
-    Args:
-        model: the model.
-        naming: of its tensors.
-        trained: paths of frozen weights into which trained adapters are merged.
-
+    `trained` are the paths of frozen weights into which trained adapters are merged.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -291,41 +274,26 @@ class FSDPWeightExtractor(WeightExtractor):
         self,
         model: torch.nn.Module,
         *,
-        adapters: Adapters | str = Adapters.MERGED,
-        adapter: str | None = None,
-        base_root: str = "",
         mesh: "DeviceMesh | None" = None,
-        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
-        keep_buffers: bool = False,
+        **options: Unpack[ExtractorOptions],
     ) -> None:
         """Make an extractor; nothing is read yet, no rank is asked.
 
         Args:
             model: after it was wrapped; peft may be around or inside.
-            adapters: what is published of a model with peft adapters.
-            adapter: publish one adapter under this name, and nothing else: see `WeightExtractor`.
-            base_root: root of the base weights that the adapter was trained on.
             mesh: of all ranks that hold the model; by default the largest among its tensors'.
-            chunk_nbytes: bytes of one chunk.
-            keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
+            options: those of every `WeightExtractor`: ``adapter=``, ``chunk_nbytes=`` and others.
 
         Raises:
             IncompatibleUpdate: `model` is no module.
 
         """
-        super().__init__(
-            adapter=adapter,
-            base_root=base_root,
-            adapters=adapters,
-            chunk_nbytes=chunk_nbytes,
-            keep_buffers=keep_buffers,
-        )
+        super().__init__(**options)
         given: object = model
         if not isinstance(given, torch.nn.Module):
-            msg = (
+            raise IncompatibleUpdate(
                 f"cannot extract from a {type(model).__name__}, expected a module. Pass the model."
             )
-            raise IncompatibleUpdate(msg)
         self._model = model
         self._mesh = mesh
         self._units: list[FlatUnit] = []
@@ -425,10 +393,6 @@ class FSDPWeightExtractor(WeightExtractor):
 
         What a rank holds of a flat parameter needs the whole matrices A and B: the ranks gather
         these, one layer after the other, and nothing of the weights.
-
-        Args:
-            flat: what this rank holds of the tensors of all units.
-
         """
         if not self._units:
             return self._names.merged()
@@ -469,7 +433,7 @@ class FSDPWeightExtractor(WeightExtractor):
                 whole = torch.empty(known.shape, dtype=known.dtype, device=unit.device)
                 found[factor] = whole
                 cut.append((whole, unit.split(number), held))
-        gather(cut, window=self._reserve_nbytes())
+        gather(cut, window=window_nbytes(self._chunk_nbytes))
         return found
 
     def _is_sharded(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -484,42 +448,21 @@ class FSDPWeightExtractor(WeightExtractor):
 
     # ---- whole tensors
 
-    def _fill(
-        self,
-        views: Sequence[torch.Tensor],
-        sources: Sequence[int],
-        tensors: Sequence[torch.Tensor | None],
-    ) -> None:
-        known = self._all_known()
-        cut: list[Shared] = []
-        for view, source in zip(views, sources, strict=True):
-            tensor = tensors[source]
-            if known[source].is_whole:
-                view.copy_(tensor)  # type: ignore[arg-type]  # so this rank holds it
-            elif known[source].name in self._cut_often:
-                view.copy_(gathered_by_torch(self._live[source], view.dtype))  # type: ignore[arg-type]  # cut, so one
+    def _split(self, source: int) -> Split | Callable[[torch.Tensor], object]:
+        if source not in self._splits:
+            number = source - len(self._is_dtensor)
+            if number >= 0:
+                at = [(unit, place) for unit in self._units for place in range(len(unit.tensors))]
+                unit, place = at[number]
+                self._splits[source] = unit.split(place)
+            elif self._slots.slots[source].name in self._cut_often:
+                return lambda view: view.copy_(gathered_by_torch(self._live[source], view.dtype))  # type: ignore[arg-type]  # cut, so one
             else:
-                cut.append((view, self._split(source), tensor))
-        gather(cut, window=self._reserve_nbytes())
-
-    def _reserve_nbytes(self) -> int:
-        return window_nbytes(self._chunk_nbytes)
+                slot = self._slots.slots[source]
+                self._splits[source] = split_of(slot.name, slot.tensor())  # type: ignore[arg-type]  # whole ones are not cut
+        return self._splits[source]
 
     def _aside_nbytes(self, known: RankTensor, dtype: torch.dtype) -> int:
         # torch's own gather holds the parts, the whole, and the whole put in order.
         is_by_torch = known.name in self._cut_often
         return 3 * math.prod(known.shape) * dtype.itemsize if is_by_torch else 0
-
-    def _split(self, source: int) -> Split:
-        """How ranks share a tensor that is cut once; looked up when it is first gathered."""
-        if source not in self._splits:
-            number = source - len(self._is_dtensor)
-            if number < 0:
-                slot = self._slots.slots[source]
-                found = split_of(slot.name, slot.tensor())  # type: ignore[arg-type]  # whole ones are not cut
-            else:
-                at = [(unit, place) for unit in self._units for place in range(len(unit.tensors))]
-                unit, place = at[number]
-                found = unit.split(place)
-            self._splits[source] = found
-        return self._splits[source]

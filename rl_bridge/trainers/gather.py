@@ -133,18 +133,12 @@ def _slabs(views: Sequence[torch.Tensor], window: int) -> Iterator[torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How the ranks of a process group share one tensor.
-
-    Attributes:
-        group: its ranks together hold the tensor once.
-        device: where the backend of the group sends from.
-        parts: rank of the world, and what it holds; every rank of the group that holds something.
-
-    """
+    """How the ranks of a process group share one tensor, which they hold once together."""
 
     group: "torch.distributed.ProcessGroup"
-    device: torch.device
+    device: torch.device  # where the backend of the group sends from
     parts: tuple[tuple[int, tuple[Piece, ...]], ...]
+    """Rank of the world, and what it holds; every rank of the group that holds something."""
 
 
 Shared = tuple[torch.Tensor, Split, torch.Tensor | None]
@@ -160,14 +154,9 @@ def narrowed(tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) 
 
 
 def broadcast_json(value: Any, *, source: int, group: Any, device: torch.device) -> Any:
-    """Give all ranks of a group what the rank `source` has, as JSON: nothing is unpickled.
+    """Give all ranks of a group what the rank `source` of the world has, as JSON.
 
-    Args:
-        value: what the source has; of the others it is not looked at.
-        source: number among all ranks.
-        group: of ranks.
-        device: of memory that the group's backend sends.
-
+    Nothing is unpickled. `device` is of memory that the group's backend sends.
     """
     text = bytearray(json.dumps(value), "utf-8")
     size = torch.tensor([len(text)], device=device)

@@ -16,9 +16,9 @@ rows of the fused weight go.
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -26,22 +26,18 @@ from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.adapter import PEFT_ROOT, AdapterSpec
 from rl_bridge.manifest.parallel import Piece
 from rl_bridge.memory.packing import checked_dtype, wire_dtype
-from rl_bridge.trainers.base import RankTensor, WeightExtractor, tied_refusal
+from rl_bridge.trainers.base import ExtractorOptions, RankTensor, WeightExtractor, tied_refusal
 from rl_bridge.trainers.chunks import (
-    DEFAULT_CHUNK_NBYTES,
     WeightChunk,
     module_of,
     wire_name,
 )
 from rl_bridge.trainers.gather import (
-    Shared,
     Split,
     box_piece,
     broadcast_json,
-    gather,
     narrowed,
     whole_piece,
-    window_nbytes,
 )
 from rl_bridge.trainers.modules import (
     AdapterNames,
@@ -104,19 +100,19 @@ def hf_pieces(bridge: Any, config: Any, name: str, pieces: Sequence[Piece]) -> t
         return row_blocks(pieces, blocks)
     if len(names) == _NUM_QKV and ".linear_qkv." in name:
         return row_blocks(pieces, _qkv_blocks(names, config, name, rows))
-    msg = f"tensor {name!r} becomes {names}, and how is not known here. {_USE_RAW}"
-    raise WeightBridgeUnavailableError(msg)
+    raise WeightBridgeUnavailableError(
+        f"tensor {name!r} becomes {names}, and how is not known here. {_USE_RAW}"
+    )
 
 
 def _hf_names(bridge: Any, name: str) -> list[str]:
     convert = getattr(type(bridge), "_weight_to_hf_format", None)
     # A subclass that converts in a way of its own overrides this method.
     if convert is None or convert.__qualname__ != "Bridge._weight_to_hf_format":
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"{type(bridge).__name__} converts weights in a way of its own, so where tensor "
             f"{name!r} goes is not known before it is exported. {_USE_RAW}"
         )
-        raise WeightBridgeUnavailableError(msg)
     return list(bridge._weight_name_mapping_mcore_to_hf(name))  # noqa: SLF001 - it has no public one
 
 
@@ -126,11 +122,10 @@ def _qkv_blocks(names: Sequence[str], config: Any, name: str, rows: int) -> list
     queries = head * config.num_attention_heads // groups
     each = queries + 2 * head
     if groups * each != rows:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"tensor {name!r} has {rows} rows, expected {groups} groups of {each}: a fused layout "
             f"that is not known here. {_USE_RAW}"
         )
-        raise WeightBridgeUnavailableError(msg)
     blocks = []
     for group in range(groups):
         begin = group * each
@@ -174,16 +169,9 @@ _FUSED_EXPERTS = (".experts.weight1", ".experts.weight2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One dimension of Megatron's grid of ranks, through this rank.
+    """One dimension of Megatron's grid of ranks, through this rank."""
 
-    Attributes:
-        number: of this rank along it.
-        ranks: all ranks along it.
-        group: their process group.
-
-    """
-
-    number: int
+    number: int  # of this rank along it
     ranks: tuple[int, ...]
     group: Any
 
@@ -215,14 +203,14 @@ def grid_now() -> Grid:
     try:
         from megatron.core import parallel_state as state
     except ImportError as error:
-        msg = "megatron-core is not installed. Install rl_bridge[megatron]."
-        raise WeightBridgeUnavailableError(msg) from error
+        raise WeightBridgeUnavailableError(
+            "megatron-core is not installed. Install rl_bridge[megatron]."
+        ) from error
     if not state.model_parallel_is_initialized():
-        msg = (
+        raise WeightBridgeUnavailableError(
             "Megatron's process groups are not there. Call "
             "parallel_state.initialize_model_parallel before making an extractor."
         )
-        raise WeightBridgeUnavailableError(msg)
     groups = (  # in the order of a grid's fields
         state.get_tensor_model_parallel_group(),
         # Ranks that only share a sequence hold the same weights.
@@ -242,22 +230,13 @@ def grid_now() -> Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """How ranks share one tensor, and what this rank holds of it.
+    """How ranks share one tensor, and what this rank holds of it."""
 
-    Attributes:
-        shape: of the whole.
-        axis: the ranks that share it; it is whole on each where there is only one.
-        parts: what each rank of the axis holds, in the axis's order.
-        replica: number of this rank's copy.
-        owners: ranks that hold a part or a copy, as far as this rank knows.
-
-    """
-
-    shape: tuple[int, ...]
-    axis: Axis
+    shape: tuple[int, ...]  # of the whole
+    axis: Axis  # the ranks that share it
     parts: tuple[tuple[Piece, ...], ...]
-    replica: int
-    owners: tuple[int, ...]
+    """What each rank of the axis holds, in its order; one if each rank has all of it."""
+    owners: tuple[int, ...]  # ranks that hold a part or a copy, as far as this rank knows
 
     @property
     def is_cut(self) -> bool:
@@ -303,16 +282,15 @@ def shard_of(
     if dim is None:
         replica = (copies.number + first_copy) * axis.size + axis.number
         piece = box_piece(name, local, (0,) * len(local), local, replica=replica)
-        return Shard(shape=local, axis=axis, parts=((piece,),), replica=replica, owners=owners)
+        return Shard(shape=local, axis=axis, parts=((piece,),), owners=owners)
     whole = (*local[:dim], local[dim] * axis.size, *local[dim + 1 :])
     # Megatron cuts the tensor into `strides` blocks and each block into one part per rank.
     strides = max(int(getattr(parameter, "partition_stride", 1)), 2 if is_gated else 1)
     if local[dim] % strides:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"tensor {name!r}: {local[dim]} rows on this rank are not {strides} blocks of the same "
             "size. Publish whole tensors instead: full()."
         )
-        raise WeightBridgeUnavailableError(msg)
     length = local[dim] // strides
     replica = copies.number + first_copy
     parts = []
@@ -325,18 +303,17 @@ def shard_of(
             shape = (*local[:dim], length, *local[dim + 1 :])
             blocks.append(box_piece(name, whole, begin, shape, replica=replica, local_offset=there))
         parts.append(tuple(blocks))
-    return Shard(shape=whole, axis=axis, parts=tuple(parts), replica=replica, owners=owners)
+    return Shard(shape=whole, axis=axis, parts=tuple(parts), owners=owners)
 
 
 def _cut_dim(name: str, parameter: torch.Tensor, axis: Axis, grid: Grid) -> int | None:
     """The dimension along which the ranks of an axis share a parameter; None if each has all."""
     if name.endswith(_FUSED_EXPERTS) and max(axis.size, grid.expert.size) > 1:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"tensor {name!r} is all experts of a rank in one matrix, and ranks have different "
             "ones under that name. Use the grouped experts of Transformer Engine, or "
             "moe_grouped_gemm=False."
         )
-        raise WeightBridgeUnavailableError(msg)
     if axis.size == 1:
         return None
     unmarked = _UNMARKED.get(name.rpartition(".")[2])
@@ -347,12 +324,11 @@ def _cut_dim(name: str, parameter: torch.Tensor, axis: Axis, grid: Grid) -> int 
     dim = int(getattr(parameter, "partition_dim", -1))
     if dim < 0:
         # Layers of state space models: fused parts of several sizes, each of which is cut.
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"Megatron marks tensor {name!r} as cut over {axis.size} ranks, and not along which "
             "dimension. Train such layers without tensor parallelism, or publish what a bridge "
             "exports: full() with bridge=."
         )
-        raise WeightBridgeUnavailableError(msg)
     return dim
 
 
@@ -366,7 +342,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return unwrapped(inner) if inner is not None else model
 
 
-def naming_in(model: torch.nn.Module, grid: Grid) -> Naming:
+def naming_in(model: torch.nn.Module, grid: Grid) -> Callable[[str], str]:
     """From a path on this rank to the name in the whole model: with other numbers in it."""
     words = dict(_renumbered(model, grid))
 
@@ -434,26 +410,16 @@ class StageAdapter(AdapterNames):
         name: str,
         base_root: str,
     ) -> None:
-        """Find the adapter that is published under `name`.
-
-        Args:
-            models: of this rank.
-            grid: where this rank stands.
-            bridge: of mbridge; None for Megatron's names.
-            name: under which the adapter is published.
-            base_root: root of the base weights; empty if it is not known.
-
-        """
+        """Find the adapter that is published under `name`; `bridge` is of mbridge, or None."""
         for model in models:
             for path, module in model.named_modules():
                 if hasattr(module, "to_wrap") and hasattr(module, "adapter"):
-                    msg = (
+                    raise WeightBridgeUnavailableError(
                         f"adapter={name!r}: layer {clean_name(path)!r} is a "
                         f"{type(module).__name__} of Megatron-Bridge's own, expected layers of "
                         "peft (lora_A, lora_B). Wrap the model with peft.get_peft_model, or "
                         "publish the merged weights with a bridge."
                     )
-                    raise WeightBridgeUnavailableError(msg)
         super().__init__(torch.nn.ModuleList(models), name, base_root)
         self._grid, self._bridge = grid, bridge
         adapted = set(self._adapted.values())
@@ -462,42 +428,32 @@ class StageAdapter(AdapterNames):
             name_of = naming_in(model, grid)
             for path, layer in model.named_modules():
                 if layer in adapted:
-                    self.layers[str(name_of(path))] = layer
+                    self.layers[name_of(path)] = layer
         for module in self.layers:
             if not {"experts", "local_experts"}.isdisjoint(module.split(".")):
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"adapter={name!r}: layer {module!r} is of an expert, expected layers that all "
                     f"tokens go through. {_NO_LINEAR}"
                 )
-                raise WeightBridgeUnavailableError(msg)
             hf = self._published(module)
             if bridge is not None and f"{hf[0]}.weight" in _hf_names(bridge, EMBEDDING):
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"adapter={name!r}: layer {module!r} has the weight of the embedding, "
                     f"{hf[0]!r}, expected a layer with a weight of its own. {_NO_LINEAR}"
                 )
-                raise WeightBridgeUnavailableError(msg)
 
-    def naming(self, name_of: Naming) -> Naming:
-        """From a path in a model to the name of the adapter's tensor; `name_of` numbers layers."""
-
-        def named(path: str) -> str | None:
-            name = self(str(name_of(path)))
-            return None if name is None else PEFT_ROOT + name
-
-        return named
+    def __call__(self, name: str) -> str | None:
+        """The name that is published, after Megatron's layer."""
+        own = super().__call__(name)
+        return None if own is None else PEFT_ROOT + own
 
     def matrices(
         self, name: str, config: Any, pieces: Sequence[Piece]
     ) -> list[tuple[str, tuple[Piece, ...]]]:
         """Under which names a matrix of the adapter is published, and where its `pieces` lie.
 
-        Matrix A of a fused layer has as many names as there are modules in it.
-
-        Args:
-            name: of the matrix, after Megatron's layer.
-            config: of the model.
-            pieces: of the matrix of that name.
+        `name` is after Megatron's layer, and so are the pieces. Matrix A of a fused layer has as
+        many names as there are modules in it.
 
         Raises:
             WeightBridgeUnavailableError: the bridge converts this layer in a way of its own.
@@ -517,12 +473,7 @@ class StageAdapter(AdapterNames):
         return [(names[0] if len(names) == 1 else name, own)]
 
     def check_matrix(self, name: str, shape: tuple[int, ...], config: Any) -> None:
-        """Compare a whole matrix with the whole weight of its layer.
-
-        Args:
-            name: of the matrix, after Megatron's layer.
-            shape: of the whole matrix, as Megatron's marks have it.
-            config: of the model.
+        """Compare a whole matrix, as Megatron's marks have it, with the whole weight of its layer.
 
         Raises:
             WeightBridgeUnavailableError: they do not fit, or it is no matrix of a linear layer.
@@ -531,12 +482,11 @@ class StageAdapter(AdapterNames):
         module, word = _module_and_word(name)
         layer = self.layers.get(module)
         if layer is None or word not in {"lora_A", "lora_B"}:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"adapter={self._name!r}: tensor {name!r} is no lora_A.weight or lora_B.weight of "
                 "a linear layer, expected nothing else: how ranks share biases, magnitudes (DoRA), "
                 f"embeddings and saved modules of peft is not known. {_NO_LINEAR}"
             )
-            raise WeightBridgeUnavailableError(msg)
         weight = getattr(layer.get_base_layer(), "weight", None)
         if weight is None:  # the head of a model whose embedding is on the same rank
             return
@@ -544,13 +494,12 @@ class StageAdapter(AdapterNames):
         whole = shard_of(f"{module}.weight", weight, self._grid, is_gated=is_gated).shape
         expected = (shape[0], *whole[1:]) if word == "lora_A" else (*whole[:1], shape[-1])
         if shape != expected:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"adapter={self._name!r}: all ranks' parts of {name!r} are of shape {list(shape)}, "
                 f"expected {list(expected)} for a weight of {list(whole)}: Megatron's marks do not "
                 "say how the ranks share it. Make the matrix of Megatron's own parallel layers, as "
                 "peft's LoraParallelLinear does."
             )
-            raise WeightBridgeUnavailableError(msg)
 
     def _facts(self) -> tuple[dict[str, Any], dict[str, float]]:
         """Peft's configuration in the names that are published, and the modules' scalings.
@@ -580,13 +529,12 @@ class StageAdapter(AdapterNames):
             of_layer = float(layer.scaling[self._own])
             rank, alpha = layer.r[self._own], layer.lora_alpha[self._own]
             if self._grid.pipeline.size > 1 and (rank, of_layer) != (config["r"], scaling):
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"adapter={self._name!r}: layer {module!r} has rank {rank} and scaling "
                     f"{of_layer}, expected {config['r']} and {scaling} as all others: a pipeline "
                     "stage does not know those of other stages. Leave out rank_pattern and "
                     "alpha_pattern, or train without pipeline parallelism."
                 )
-                raise WeightBridgeUnavailableError(msg)
             for one in self._published(module):
                 scalings[one] = of_layer
                 if rank != config["r"]:
@@ -634,23 +582,14 @@ class MegatronWeightExtractor(WeightExtractor):
         model: torch.nn.Module | Sequence[torch.nn.Module],
         *,
         bridge: Any = None,
-        adapters: Adapters | str = Adapters.MERGED,
-        adapter: str | None = None,
-        base_root: str = "",
-        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
-        keep_buffers: bool = False,
+        **options: Unpack[ExtractorOptions],
     ) -> None:
         """Make an extractor; no rank is asked.
 
         Args:
             model: the model of this rank, or its parts of a virtual pipeline.
             bridge: of mbridge (``AutoBridge``) or of Megatron-Bridge, which made the model.
-            adapters: what is published of a model with peft adapters: merged weights, or the
-                weights without them.
-            adapter: publish one adapter under this name, and nothing else: see `WeightExtractor`.
-            base_root: root of the base weights that the adapter was trained on.
-            chunk_nbytes: bytes of one chunk.
-            keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
+            options: those of every `WeightExtractor`: ``adapter=``, ``chunk_nbytes=`` and others.
 
         Raises:
             IncompatibleUpdate: no modules, or no bridge; adapters without a name.
@@ -658,40 +597,31 @@ class MegatronWeightExtractor(WeightExtractor):
                 with a bridge that does not tell names.
 
         """
-        super().__init__(
-            adapters=adapters,
-            adapter=adapter,
-            base_root=base_root,
-            chunk_nbytes=chunk_nbytes,
-            keep_buffers=keep_buffers,
-        )
+        super().__init__(**options)
+        adapter, adapters = self._adapter, self._adapters
         if adapter is None and adapters == Adapters.ONLY:
-            msg = (
+            raise IncompatibleUpdate(
                 f"adapters={str(adapters)!r}: expected 'merged' or 'base' under Megatron, where an "
                 "adapter is published under a name. Pass adapter='NAME'."
             )
-            raise IncompatibleUpdate(msg)
         given: object = model
         self._models = [given] if isinstance(given, torch.nn.Module) else list(model)  # type: ignore[arg-type]
         if not self._models or not all(isinstance(one, torch.nn.Module) for one in self._models):
-            msg = (
+            raise IncompatibleUpdate(
                 f"cannot extract from a {type(given).__name__}, expected a module or a list of "
                 "them. Pass what Megatron trains."
             )
-            raise IncompatibleUpdate(msg)
         if bridge is not None and not (is_mbridge(bridge) or is_megatron_bridge(bridge)):
-            msg = (
+            raise IncompatibleUpdate(
                 f"bridge is a {type(bridge).__name__}, expected one of mbridge or Megatron-Bridge. "
                 "Pass AutoBridge.from_pretrained(...), or leave it out."
             )
-            raise IncompatibleUpdate(msg)
         if adapter is not None and bridge is not None and not is_mbridge(bridge):
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"adapter={adapter!r}: bridge is a {type(bridge).__name__} of Megatron-Bridge, "
                 "expected one of mbridge, whose table of names is known. Leave it out for "
                 "Megatron's names."
             )
-            raise WeightBridgeUnavailableError(msg)
         self._bridge = bridge
         self._grid: Grid = grid_now()
         self._walks: list[ModuleSlots] = []
@@ -705,8 +635,11 @@ class MegatronWeightExtractor(WeightExtractor):
     def _tensors_known(self) -> Sequence[RankTensor]:
         self._walks, self._repeats, self._shards, self._wholes = [], [], [], {}
         self._weights = []
-        self._named = None
-        adapter = self._adapter_found()
+        adapter = None
+        if self._adapter is not None:
+            options: Any = {"name": self._adapter, "base_root": self._base_root}
+            adapter = StageAdapter(self._models, self._grid, self._bridge, **options)
+        self._named = adapter
         known: list[RankTensor] = []
         for wrapped in self._models:
             model: Any = unwrapped(wrapped)
@@ -715,9 +648,7 @@ class MegatronWeightExtractor(WeightExtractor):
                 self._weights.append(self._names_of_weights(model))
                 if self._weights[-1].is_merging:
                     self._named = self._weights[-1]
-                walk = ModuleSlots(model, _both(naming, self._weights[-1]))
-            else:
-                walk = ModuleSlots(model, adapter.naming(naming))
+            walk = ModuleSlots(model, _numbered(naming, adapter or self._weights[-1]))
             firsts: list[int] = []
             for slot, tied_to in zip(walk.slots, walk.ties(), strict=True):
                 at = None if tied_to is None else firsts[tied_to]
@@ -731,34 +662,23 @@ class MegatronWeightExtractor(WeightExtractor):
             self._repeats.append([end - first for first, end in zip(firsts, ends, strict=False)])
         return known
 
-    def _adapter_found(self) -> StageAdapter | None:
-        if self._adapter is None:
-            return None
-        found = StageAdapter(
-            self._models, self._grid, self._bridge, name=self._adapter, base_root=self._base_root
-        )
-        self._named = found
-        return found
-
     def _names_of_weights(self, model: torch.nn.Module) -> ModelNames:
         """How a model's own weights are called, with its adapters merged in or without them."""
         for path, module in model.named_modules():
             if is_saved_copy(module):
                 # (A copy that peft makes has lost Megatron's marks: which part of the module a
                 # rank's copy is cannot be read from it.)
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"module {clean_name(path)!r} is one of which peft trains a copy, expected "
                     "adapters only: how the ranks share the copy is not known. Leave it out of "
                     "modules_to_save."
                 )
-                raise WeightBridgeUnavailableError(msg)
             if hasattr(getattr(module, "base_layer", None), "weight0"):
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"layer {clean_name(path)!r} has an adapter and holds all experts of this "
                     "rank, expected adapters of layers with one weight: how the experts share the "
                     "adapter is not known. Leave it out of target_modules."
                 )
-                raise WeightBridgeUnavailableError(msg)
         return naming_of(model, self._adapters)
 
     def _matrices(
@@ -794,11 +714,10 @@ class MegatronWeightExtractor(WeightExtractor):
     def _described(self, model: Any, slot: Slot, tied_to: int | None) -> RankTensor:
         tensor = slot.tensor()
         if hasattr(tensor, "device_mesh"):
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"tensor {slot.name!r} is a DTensor: Megatron-FSDP is not supported. Use "
                 "Megatron's distributed optimizer instead."
             )
-            raise WeightBridgeUnavailableError(msg)
         # The last pipeline stage's copy of a tied embedding is a copy of the embedding.
         is_copy = bool(getattr(tensor, "shared", False))
         whole = EMBEDDING if is_copy else slot.name
@@ -840,10 +759,6 @@ class MegatronWeightExtractor(WeightExtractor):
 
         Without a bridge: those of this rank's pipeline stage and experts. With one: all, by their
         Hugging Face names.
-
-        Args:
-            dtype: to which floating-point tensors are cast; None leaves them as they are.
-
         """
         if self._bridge is None:
             return super().full(dtype)
@@ -889,7 +804,7 @@ class MegatronWeightExtractor(WeightExtractor):
         if axis.size == 1:
             yield from own
             return
-        device = next(self._models[0].parameters()).device
+        device = self._device
         for number, source in enumerate(axis.ranks):
             # All of a stage's, one after the other: the list of them goes first.
             held = list(own) if number == axis.number else []
@@ -901,35 +816,21 @@ class MegatronWeightExtractor(WeightExtractor):
                 torch.distributed.broadcast(tensor, src=source, group=axis.group)
                 yield name, tensor
 
-    def _fill(
-        self,
-        views: Sequence[torch.Tensor],
-        sources: Sequence[int],
-        tensors: Sequence[torch.Tensor | None],
-    ) -> None:
-        cut: list[Shared] = []
-        for view, source in zip(views, sources, strict=True):
-            shard, tensor = self._shards[source], tensors[source]
-            if shard.is_cut:
-                parts = tuple(zip(shard.axis.ranks, shard.parts, strict=True))
-                split = Split(group=shard.axis.group, device=view.device, parts=parts)
-                cut.append((view, split, tensor))
-            else:
-                view.copy_(tensor)  # type: ignore[arg-type]  # this rank holds all of it
-        gather(cut, window=self._reserve_nbytes())
+    def _split(self, source: int) -> Split:
+        shard = self._shards[source]
+        parts = tuple(zip(shard.axis.ranks, shard.parts, strict=True))
+        return Split(group=shard.axis.group, device=self._device, parts=parts)
 
-    def _reserve_nbytes(self) -> int:
-        return window_nbytes(self._chunk_nbytes)
+    @property
+    def _device(self) -> torch.device:
+        return next(self._models[0].parameters()).device
 
 
 def _merged_in(model: torch.nn.Module, names: ModelNames) -> dict[str, torch.Tensor]:
     """Weights with their adapters merged in, by path; no collective.
 
-    What a rank holds of a layer's two matrices gives what it holds of the layer's weight.
-
-    Raises:
-        IncompatibleUpdate: one of them has another name, here or on the first pipeline stage.
-
+    What a rank holds of a layer's two matrices gives what it holds of the layer's weight. A weight
+    that has another name, here or on the first pipeline stage, is refused.
     """
     merged = names.merged()
     firsts: dict[int, str] = {}
@@ -942,14 +843,9 @@ def _merged_in(model: torch.nn.Module, names: ModelNames) -> dict[str, torch.Ten
     return merged
 
 
-def _both(first: Naming, second: Naming) -> Naming:
-    """One naming after another."""
-
-    def name_of(path: str) -> str | None:
-        name = first(path)
-        return None if name is None else second(name)
-
-    return name_of
+def _numbered(number: Callable[[str], str], names: ModelNames) -> Naming:
+    """Names of tensors by their paths on this rank."""
+    return lambda path: names(number(path))
 
 
 def _chunked(

@@ -103,11 +103,10 @@ def cuts_of(name: str, tensor: "DTensor") -> tuple[Cut, ...]:
         elif isinstance(placement, Shard) and kind == "Shard":
             cuts.append(Cut(placement.dim))
         else:
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r} is laid out as {placement}, expected Shard or Replicate. "
                 "Call redistribute on it before extracting."
             )
-            raise IncompatibleUpdate(msg)
     return tuple(cuts)
 
 
@@ -166,19 +165,11 @@ def largest_mesh(tensors: Iterable[torch.Tensor]) -> "DeviceMesh | None":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The box of one whole tensor that this rank holds, and the ranks that hold any element.
-
-    Attributes:
-        offset: of this rank's box.
-        shape: of this rank's box.
-        replica: number of this rank's copy.
-        owners: ranks that hold any element.
-
-    """
+    """The box of one whole tensor that this rank holds, and the ranks that hold any element."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    replica: int
+    replica: int  # number of this rank's copy
     owners: tuple[int, ...]
 
     def piece(self, name: str, whole: Sequence[int]) -> Piece | None:
@@ -224,20 +215,18 @@ class MeshView:
         shape, mesh_shape = tuple(tensor.shape), tuple(mesh.shape)
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r} lives on a mesh that this rank is not part of. Extract it on the "
                 "ranks of its mesh."
             )
-            raise IncompatibleUpdate(msg)
         offset, box = shard_box(shape, mesh_shape, coordinate, cuts)
         local = tuple(local_of(tensor).shape)
         if local != box and not (0 in local and 0 in box):
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r} of shape {shape} is cut as {tensor.placements}: rank "
                 f"{coordinate} should hold {box}, and holds {local}. Call redistribute on it "
                 "before extracting."
             )
-            raise IncompatibleUpdate(msg)
         if 0 in shape:
             # torch gives the parts of an empty tensor shapes of its own.
             offset, box = (0,) * len(shape), local
@@ -276,18 +265,18 @@ class MeshView:
                     number = number * shape[dim] + place[members[0]][dim]
                 spots = {rank: tuple(place[rank][dim] for dim in spread) for rank in self._ranks}
                 return number, [rank for rank, spot in spots.items() if spot in held]
-        msg = (
+        raise IncompatibleUpdate(
             f"tensor {name!r} lives on ranks {sorted(members)}, which are no slice of the model's "
             f"mesh {shape} of ranks {self._ranks}. Pass mesh=, the mesh of all ranks."
         )
-        raise IncompatibleUpdate(msg)
 
     @staticmethod
     def _position(root: "DeviceMesh") -> int:
         coordinate = root.get_coordinate()
         if coordinate is None:
-            msg = "this rank is not part of the model's mesh. Extract on the ranks of the mesh."
-            raise IncompatibleUpdate(msg)
+            raise IncompatibleUpdate(
+                "this rank is not part of the model's mesh. Extract on the ranks of the mesh."
+            )
         number = 0
         for size, at in zip(root.mesh.shape, coordinate, strict=True):
             number = number * size + at

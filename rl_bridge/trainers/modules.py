@@ -50,10 +50,6 @@ class ModelNames:
         The model's own stay as they are. A weight that FSDP2 cuts stays cut: its ranks call this
         together, since each needs the other ranks' rows of A. Of flat parameters and of ZeRO-3's
         partitions, an extractor goes over `unmerged` itself.
-
-        Raises:
-            IncompatibleUpdate: a layer whose merged weight is no sum, such as one of DoRA.
-
         """
         return {one.path: one.merged() for one in self.unmerged()}
 
@@ -94,12 +90,11 @@ class ModelNames:
             # (That of parameters instead of a layer has a name for what it adapts.)
             is_more |= hasattr(layer, "parameter_name")
             if is_more or not hasattr(layer, "get_delta_weight"):
-                msg = (
+                raise IncompatibleUpdate(
                     f"layer {clean_name(name)!r} has an adapter that is not merged by adding, such "
                     "as a weight-decomposed one (DoRA). Call model.merge_adapter() before each "
                     "update and model.unmerge_adapter() after it."
                 )
-                raise IncompatibleUpdate(msg)
             # (Wrappers have the attributes of what they wrap, and come first.)
             found[clean_name(name)] = Unmerged(name, layer, adapters)
         return list(found.values())
@@ -111,18 +106,11 @@ Factor = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Unmerged:
-    """A layer of peft's whose weight does not hold its adapters.
+    """A layer of peft's whose weight does not hold its adapters."""
 
-    Attributes:
-        name: of the layer, as the tree spells it.
-        layer: peft's.
-        adapters: peft's names of those that are merged in, in this order.
-
-    """
-
-    name: str
-    layer: Any
-    adapters: list[str]
+    name: str  # as the tree spells it
+    layer: Any  # peft's
+    adapters: list[str]  # peft's names of those that are merged in, in this order
 
     @property
     def path(self) -> str:
@@ -130,12 +118,7 @@ class Unmerged:
         return f"{self.name}.{_PEFT_LAYER}.weight"
 
     def factors(self) -> "dict[Factor, str]":
-        """The matrices A and B of these adapters, and the path of each without wrappers' words.
-
-        Raises:
-            IncompatibleUpdate: an adapter is no LoRA, so it has other ones.
-
-        """
+        """The matrices A and B of these adapters, and the path of each without wrappers' words."""
         found = {}
         for word in _FACTORS:
             kept = getattr(self.layer, word, {})
@@ -145,12 +128,11 @@ class Unmerged:
                     is_module = isinstance(kept[adapter], torch.nn.Module)
                     found[word, adapter] = f"{path}.weight" if is_module else path
         if len(found) != 2 * len(self.adapters):
-            msg = (
+            raise IncompatibleUpdate(
                 f"layer {clean_name(self.name)!r} has an adapter other than LoRA, and ranks hold "
                 "parts of its weight, expected pairs of matrices A and B. Call "
                 "model.merge_adapter() before each update and model.unmerge_adapter() after it."
             )
-            raise IncompatibleUpdate(msg)
         return found
 
     def live(self, factor: "Factor") -> torch.Tensor:
@@ -175,18 +157,14 @@ class Unmerged:
             begin: the first of these elements, counted over the whole weight; None for all.
             factors: the whole matrices, as `factors` names them; by default the layer's own.
 
-        Raises:
-            IncompatibleUpdate: the weight and what is added to it do not have the same shape.
-
         """
         weight = getattr(getattr(self.layer, _PEFT_LAYER), "weight", None) if held is None else held
         if weight is None:
-            msg = (
+            raise IncompatibleUpdate(
                 f"layer {clean_name(self.name)!r} has no weight of its own, such as a head that "
                 "shares the embedding's: nothing can be merged into it. Leave it out of "
                 'target_modules, or publish the adapter alone (adapter="NAME").'
             )
-            raise IncompatibleUpdate(msg)
         with torch.no_grad():
             total = weight.detach().clone()
             for adapter in self.adapters:
@@ -194,12 +172,11 @@ class Unmerged:
                 if begin is not None:
                     added = added.reshape(-1)[begin : begin + total.numel()].to(total.device)
                 if added.shape != total.shape:
-                    msg = (
+                    raise IncompatibleUpdate(
                         f"layer {clean_name(self.name)!r}: its adapter adds {list(added.shape)} to "
                         f"a weight of {list(total.shape)}, expected one shape: how ranks share the "
                         "two is not known. Publish what peft's merge_and_unload() gives."
                     )
-                    raise IncompatibleUpdate(msg)
                 total += added  # (of a weight that FSDP2 cuts, placed as that is)
         return total
 
@@ -276,14 +253,7 @@ def naming_of(
     adapter: str | None = None,
     base_root: str = "",
 ) -> ModelNames:
-    """How the tensors of `model` are called.
-
-    Args:
-        model: the module that holds them, wrapped or not.
-        adapters: what is published of a peft model; others have no choice here.
-        adapter: name under which one adapter is published, and nothing else. It is peft's adapter
-            of that name; or the only one that the model has, whatever peft calls it.
-        base_root: root of the base weights that this adapter was trained on; empty if not known.
+    """How the tensors of `model` are called; the options are those of `WeightExtractor`.
 
     Raises:
         ValueError: no such choice.
@@ -314,25 +284,19 @@ def naming_of(
 
 
 class AdapterNames(ModelNames):
-    """How the tensors of one peft adapter are called, and what belongs to it beside them.
-
-    Raises:
-        IncompatibleUpdate: the model has no such adapter, or one with biases of the base.
-
-    """
+    """How the tensors of one peft adapter are called, and what belongs to it beside them."""
 
     def __init__(self, model: torch.nn.Module, name: str, base_root: str) -> None:
-        """Find the adapter that is published under `name`."""
+        """Find peft's adapter of that name; or the only one, whatever peft calls it."""
         holders = [one for one in model.modules() if _configs(one)]
         configs = {key: one for holder in holders for key, one in _configs(holder).items()}
         own = name if name in configs else next(iter(configs), "")
         if name not in configs and len(configs) != 1:
-            msg = (
+            raise IncompatibleUpdate(
                 f"adapter={name!r}: the model has the peft adapters {sorted(configs)}, expected "
                 "one of that name, or one alone. Give the adapter's name, and pass a model that "
                 "peft.get_peft_model made."
             )
-            raise IncompatibleUpdate(msg)
         _refuse_biases(name, configs[own])
         super().__init__(lambda path: _peft_name(clean_name(path), Adapters.ONLY, {own}), {})
         self._name, self._own, self._base_root = name, own, base_root
@@ -377,12 +341,11 @@ def _refuse_biases(name: str, config: Any) -> None:
     """
     bias = getattr(config, "bias", "none")
     if bias != "none":
-        msg = (
+        raise IncompatibleUpdate(
             f"adapter={name!r} was made with bias={bias!r}: peft trains biases of the base with "
             "it, which engines do not apply with an adapter, expected bias='none'. Train it "
             "without, or publish the whole model with merged=True, which has these biases."
         )
-        raise IncompatibleUpdate(msg)
 
 
 def _configs(module: Any) -> Mapping[str, Any]:
@@ -480,20 +443,12 @@ def _peft_name(name: str, wanted: Adapters, active: set[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One place of a tensor in a module tree.
+    """One place of a tensor in a module tree."""
 
-    Attributes:
-        name: as published.
-        path: as the tree spells it.
-        keeper: the owning module's dictionary of parameters or buffers.
-        key: its name there.
-
-    """
-
-    name: str
-    path: str
-    keeper: dict[str, Any]
-    key: str
+    name: str  # as published
+    path: str  # as the tree spells it
+    keeper: dict[str, Any]  # the owning module's dictionary of parameters or buffers
+    key: str  # its name there
 
     def tensor(self) -> torch.Tensor:
         """The tensor that is there now."""
@@ -501,19 +456,13 @@ class Slot:
 
 
 class ModuleSlots:
-    """Parameters and persistent buffers of a module, in the order of its state dict."""
+    """Parameters and persistent buffers of a module, in the order of its state dict.
+
+    A tensor that gets no name is left out; one that is not dense is refused (`IncompatibleUpdate`).
+    """
 
     def __init__(self, module: torch.nn.Module, naming: Naming) -> None:
-        """Walk through `module`.
-
-        Args:
-            module: the root.
-            naming: gives the published name; a tensor that gets none is left out.
-
-        Raises:
-            IncompatibleUpdate: one of them is not dense.
-
-        """
+        """Walk through `module`."""
         self._keepers: list[dict[str, Any]] = []
         self._counts: list[int] = []
         self._tied: list[tuple[int, int]] = []  # as `ties` found them last

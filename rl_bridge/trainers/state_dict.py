@@ -7,8 +7,9 @@ or a mapping that this process holds as a whole, and reads it in every update.
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -16,10 +17,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
 from rl_bridge.manifest.adapter import AdapterSpec
 from rl_bridge.memory.tensors import plain_state
-from rl_bridge.trainers.base import RankTensor, WeightExtractor
-from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, WeightChunk, require_dense
+from rl_bridge.trainers.base import ExtractorOptions, RankTensor, WeightExtractor
+from rl_bridge.trainers.chunks import WeightChunk, require_dense
 from rl_bridge.trainers.gather import whole_piece
-from rl_bridge.trainers.modules import Adapters, ModelNames
+from rl_bridge.trainers.modules import ModelNames
 
 _LOG = logging.getLogger(__name__)
 
@@ -65,32 +66,32 @@ def _checked(source: Source) -> dict[str, torch.Tensor]:
     elif isinstance(source, Mapping | WeightChunk):
         items = source.items()
     elif isinstance(source, str | os.PathLike):
-        msg = (
+        raise IncompatibleUpdate(
             f"cannot publish the path {os.fspath(source)!r}, expected a module or a state dict. "
             "Load it first, such as by safetensors.torch.load_file(path)."
         )
-        raise IncompatibleUpdate(msg)
     elif isinstance(source, torch.Tensor) or not isinstance(source, Iterable):
-        msg = (
+        raise IncompatibleUpdate(
             f"cannot publish a {type(source).__name__}, expected a module, a state dict or chunks "
             "of one."
         )
-        raise IncompatibleUpdate(msg)
     else:
         items = _kept(_pairs(source))
     found: dict[str, torch.Tensor] = {}
     for name, tensor in items:
         if not isinstance(name, str):
-            msg = f"tensor name {name!r} is a {type(name).__name__}, expected str."
-            raise IncompatibleUpdate(msg)
+            raise IncompatibleUpdate(
+                f"tensor name {name!r} is a {type(name).__name__}, expected str."
+            )
         if not isinstance(tensor, torch.Tensor):
             if name == _EXTRA or name.endswith("." + _EXTRA):
                 _LOG.warning("%s is not published: extra state is no tensor", name)
                 continue
             raise IncompatibleUpdate(_no_tensor(name, tensor))
         if name in found:
-            msg = f"tensor {name!r} appears twice in what is to be published. Names must be unique."
-            raise DuplicateTensorName(msg)
+            raise DuplicateTensorName(
+                f"tensor {name!r} appears twice in what is to be published. Names must be unique."
+            )
         found[name] = tensor
     return found
 
@@ -116,17 +117,17 @@ def _pairs(source: Iterable[object]) -> Iterable[tuple[object, object]]:
         # Other objects may have attributes of these names, too: a chunk's are lists.
         if isinstance(names, list | tuple) and isinstance(tensors, list | tuple):
             if len(names) != len(tensors):
-                msg = f"a chunk has {len(names)} names for {len(tensors)} tensors."
-                raise IncompatibleUpdate(msg)
+                raise IncompatibleUpdate(
+                    f"a chunk has {len(names)} names for {len(tensors)} tensors."
+                )
             yield from zip(names, tensors, strict=True)
         elif isinstance(item, tuple) and len(item) == 2:  # noqa: PLR2004 - a pair
             yield item
         else:
-            msg = (
+            raise IncompatibleUpdate(
                 f"cannot publish a {type(item).__name__}, expected (name, tensor) pairs or "
                 "chunks. Pass the model itself, or its state dict."
             )
-            raise IncompatibleUpdate(msg)
 
 
 def _kept(pairs: Iterable[tuple[object, object]]) -> Iterator[tuple[object, object]]:
@@ -139,12 +140,11 @@ def _kept(pairs: Iterable[tuple[object, object]]) -> Iterator[tuple[object, obje
         yield name, tensor
     for name, tensor, version in noted:
         if tensor._version != version:  # noqa: SLF001 - torch has no public name
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r} was written to after the iterable gave it, such as a buffer that "
                 "is used for several: all would have its last content. Give each a tensor of its "
                 "own, such as buffer.clone()."
             )
-            raise IncompatibleUpdate(msg)
 
 
 def trainable_names(
@@ -159,14 +159,16 @@ def trainable_names(
 
     """
     if isinstance(declared, str):
-        msg = f"trainable={declared!r} is one str, expected names. Write trainable=[{declared!r}]."
-        raise IncompatibleUpdate(msg)
+        raise IncompatibleUpdate(
+            f"trainable={declared!r} is one str, expected names. Write trainable=[{declared!r}]."
+        )
     if declared is not None:
         try:
             return frozenset(declared)
         except TypeError as error:
-            msg = f"trainable={declared!r} holds no names: {error}. Pass a list of names."
-            raise IncompatibleUpdate(msg) from error
+            raise IncompatibleUpdate(
+                f"trainable={declared!r} holds no names: {error}. Pass a list of names."
+            ) from error
     if isinstance(source, WeightExtractor):
         return source.trainable_names()
     if isinstance(source, torch.nn.Module):
@@ -187,11 +189,7 @@ class StateDictExtractor(WeightExtractor):
         *,
         rank: int = 0,
         world_size: int = 1,
-        adapters: Adapters | str = Adapters.MERGED,
-        adapter: str | None = None,
-        base_root: str = "",
-        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
-        keep_buffers: bool = False,
+        **options: Unpack[ExtractorOptions],
     ) -> None:
         """Make an extractor; nothing is read yet.
 
@@ -199,31 +197,20 @@ class StateDictExtractor(WeightExtractor):
             source: a module (parameters and persistent buffers) or a mapping.
             rank: of this copy.
             world_size: how many copies there are.
-            adapters: what is published of a model with peft adapters.
-            adapter: publish one adapter under this name, and nothing else: see `WeightExtractor`.
-            base_root: root of the base weights that the adapter was trained on.
-            chunk_nbytes: bytes of one chunk.
-            keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
+            options: those of every `WeightExtractor`: ``adapter=``, ``chunk_nbytes=`` and others.
 
         Raises:
             IncompatibleUpdate: something else, such as an iterator, which can be read only once.
             ValueError: a rank outside the world.
 
         """
-        super().__init__(
-            adapters=adapters,
-            adapter=adapter,
-            base_root=base_root,
-            chunk_nbytes=chunk_nbytes,
-            keep_buffers=keep_buffers,
-        )
+        super().__init__(**options)
         given: object = source
         if not isinstance(given, torch.nn.Module | Mapping):
-            msg = (
+            raise IncompatibleUpdate(
                 f"cannot extract from a {type(source).__name__}, expected a module or a mapping: "
                 "they are read in every update. Pass dict(pairs)."
             )
-            raise IncompatibleUpdate(msg)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world.")
         if isinstance(given, DataParallel | DistributedDataParallel):
@@ -279,30 +266,17 @@ class StateDictExtractor(WeightExtractor):
         merged = self._naming.merged()
         return [merged.get(path, one) for path, one in zip(self._paths, found, strict=True)]
 
-    def _fill(
-        self,
-        views: Sequence[torch.Tensor],
-        sources: Sequence[int],
-        tensors: Sequence[torch.Tensor | None],
-    ) -> None:
-        for view, source in zip(views, sources, strict=True):
-            view.copy_(tensors[source])  # type: ignore[arg-type]  # this process holds all of them
+    def _split(self, source: int) -> Callable[[torch.Tensor], object]:
+        return lambda view: view.copy_(named_tensors(self._source)[self._paths[source]])
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What one publication was given: read once, nothing copied.
+    """What one publication was given: read once, nothing copied."""
 
-    Attributes:
-        tensors: name -> tensor, the live tensors themselves.
-        trainable: names that training is expected to change; None if nothing is known.
-        spec: of the adapter that the tensors are; None if they are a model's weights.
-
-    """
-
-    tensors: dict[str, torch.Tensor]
-    trainable: frozenset[str] | None
-    spec: AdapterSpec | None = None
+    tensors: dict[str, torch.Tensor]  # by name, the live tensors themselves
+    trainable: frozenset[str] | None  # what training changes; None if nothing is known
+    spec: AdapterSpec | None = None  # of the adapter that they are; None for a model's weights
 
 
 class SourceReader:
@@ -346,19 +320,17 @@ class SourceReader:
         self, source: object, adapter: object, base_root: str, *, merged: bool
     ) -> WeightExtractor:
         if merged and adapter is not None:
-            msg = (
+            raise IncompatibleUpdate(
                 f"publish got adapter={adapter!r} and merged=True, expected one of them: the "
                 "adapter alone, or the model's own weights with it merged in. Leave one out."
             )
-            raise IncompatibleUpdate(msg)
         if not isinstance(source, torch.nn.Module):
             said = "merged=True" if merged else f"adapter={adapter!r}"
-            msg = (
+            raise IncompatibleUpdate(
                 f"publish got {said} and a {type(source).__name__}, expected the peft model: other "
                 "sources do not tell its configuration. Pass the model, an extractor made with "
                 "adapter=, or adapter=AdapterSpec.inferred(...) with the tensors."
             )
-            raise IncompatibleUpdate(msg)
         options = (adapter, merged, base_root)
         if self._kept is None or self._kept[0]() is not source or self._kept[1] != options:
             name = adapter if isinstance(adapter, str) else None
@@ -372,10 +344,9 @@ def _require_choice(source: object) -> None:
     inner = source.module if isinstance(source, DataParallel | DistributedDataParallel) else source
     adapters = getattr(inner, "peft_config", None)
     if isinstance(inner, torch.nn.Module) and isinstance(adapters, Mapping):
-        msg = (
+        raise IncompatibleUpdate(
             f"the model has the peft adapters {sorted(adapters)}, and it is not said what of it is "
             "published. Pass adapter='NAME' (the adapter alone, for engines that apply it), "
             "merged=True (the model's own weights with the adapters merged in), or "
             "StateDictExtractor(model, adapters='base') as the source (without them)."
         )
-        raise IncompatibleUpdate(msg)

@@ -29,7 +29,7 @@ from rl_bridge.memory.control import (
     control_nbytes,
 )
 from rl_bridge.memory.packing import PackPlan, clear_padding
-from rl_bridge.memory.places import Pass
+from rl_bridge.memory.places import Pass, Place
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, still_there
 from rl_bridge.memory.slots import Slot, SlotRing
 from rl_bridge.memory.views import Attachment, Pin, ViewCache
@@ -213,18 +213,20 @@ class SlotConsumer(ConsumerEnd, Generic[_Handle]):
         return self._attachment(manifest, self._handle(manifest))
 
     def _attachment(self, manifest: WeightUpdateManifest, handle: _Handle) -> Attachment:
-        table = manifest.table
         pin = self._pin(manifest, handle)
         try:
-            key = (table.digest, pin.place.device)
-            plan = self._plans.get(key)
-            if plan is None:
-                self._plans.clear()  # one layout at a time is the rule; more would only grow
-                plan = self._plans[key] = pin.place.plan(table.nbytes_column)
+            plan = self._plan(manifest.table, pin.place)
         except BaseException:
             del pin  # a caller that keeps the exception must not keep the lease
             raise
-        return Attachment(table, pin, plan, num_threads=self._num_threads)
+        return Attachment(manifest.table, pin, plan, num_threads=self._num_threads)
+
+    def _plan(self, table: TensorTable, place: Place) -> Pass:
+        key = (table.digest, place.device)
+        if key not in self._plans:
+            self._plans.clear()  # one layout at a time is the rule; more would only grow
+            self._plans[key] = place.plan(table.nbytes_column)
+        return self._plans[key]
 
     def _handle(self, manifest: WeightUpdateManifest) -> _Handle:
         handle = manifest.parse_handle(self._handle_type)

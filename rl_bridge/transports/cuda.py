@@ -12,12 +12,13 @@ Leases, stamps and reports are those of ``shared-memory``. Source: CUDA driver A
 """
 
 import itertools
-import weakref
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 
 from rl_bridge.cuda.broker import Broker
@@ -37,12 +38,7 @@ from rl_bridge.cuda.views import (
     ipc_namespace,
     private_pin,
 )
-from rl_bridge.errors import (
-    DriverError,
-    RangeBeyondSegment,
-    TransportUnavailable,
-    WeightBridgeError,
-)
+from rl_bridge.errors import DriverError, RangeBeyondSegment, TransportUnavailable
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
 from rl_bridge.memory.packing import PackPlan
@@ -51,12 +47,34 @@ from rl_bridge.memory.segment import OwnedSegment, SegmentRef, process_start_tim
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Attachment, Pin
 from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
-from rl_bridge.transports.base import Availability, Carried, ConsumerEnd, PublisherEnd, Transport
+from rl_bridge.transports.base import (
+    Availability,
+    Carried,
+    ConsumerEnd,
+    PublisherEnd,
+    Transport,
+    checked_seconds,
+)
 
 _REMEDY = "Use shared-memory with a CPU copy of the weights on one machine."
 
 
-@dataclass(frozen=True, slots=True)
+class CUDAVMMHandle(SlotHandle):
+    """The JSON handle: the slot's lease and stamp, and where its arena is."""
+
+    arena: ArenaRef
+
+
+class CUDAIPCHandle(SlotHandle):
+    """The JSON handle: the slot's lease and stamp, and the raw handle of its arena."""
+
+    arena: IPCArenaRef
+
+
+_Handle = TypeVar("_Handle", CUDAVMMHandle, CUDAIPCHandle)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
     """Options of a transport through a device's memory, checked."""
 
@@ -67,39 +85,6 @@ class DeviceOptions:
     max_consumers: int
     num_threads: int | None
     timeout_s: float
-
-    @classmethod
-    def checked(
-        cls,
-        name: str,
-        driver: DriverName,
-        *,
-        device: int | None,
-        max_slots: int,
-        max_consumers: int,
-        num_threads: int | None,
-        timeout_s: float = 1.0,
-    ) -> Self:
-        """Check the options that a user gave.
-
-        Raises:
-            TypeError: a count that is no integer.
-            ValueError: a count below 1, a device below 0, or a time that is not positive.
-
-        """
-        if device is not None and (type(device) is not int or device < 0):
-            raise ValueError(f"device={device!r}: expected the number of a GPU, or None.")
-        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-            raise ValueError(f"timeout_s={timeout_s!r}: expected a positive number of seconds.")
-        return cls(
-            name=name,
-            driver=driver,
-            device=device,
-            max_slots=checked_count("max_slots", max_slots),
-            max_consumers=checked_count("max_consumers", max_consumers),
-            num_threads=checked_threads(num_threads),
-            timeout_s=float(timeout_s),
-        )
 
     def require_device(self) -> None:
         """Raise `TransportUnavailable` where there is no device at all."""
@@ -140,12 +125,11 @@ class DeviceOptions:
                 "Make both sides of the same transport.",
             )
         if manifest.table.arena_nbytes > arena.nbytes or kind != "memfd":
-            msg = (
+            raise RangeBeyondSegment(
                 f"update {manifest.update_id}: its arena of {manifest.table.arena_nbytes} bytes "
                 f"does not fit its allocation of {arena.nbytes}. Send the manifest as it was "
                 "published."
             )
-            raise RangeBeyondSegment(msg)
         if self.device is not None:
             mine = self.open_driver().device.uuid
             if mine != arena.device:
@@ -189,71 +173,65 @@ class DevicePublisher(SlotPublisher):
         return carried
 
 
-# ---- cuda-vmm ------------------------------------------------------------------------------------
+class DeviceConsumer(SlotConsumer[_Handle]):
+    """The engine's end of a transport whose slots lie in a device's memory."""
+
+    def __init__(self, worker: str, rank: int, options: DeviceOptions) -> None:
+        """Open nothing yet: which device it is, the first manifest says.
+
+        Raises:
+            TransportUnavailable: no device at all, with the cause.
+
+        """
+        options.require_device()
+        super().__init__(worker, rank, num_threads=options.num_threads)
+        self._options = options
+
+    def _check(self, manifest: WeightUpdateManifest, handle: _Handle) -> None:
+        self._options.check_arena(manifest, handle.arena, handle.slot.kind)
 
 
-class CUDAVMMHandle(SlotHandle):
-    """The JSON handle: the slot's lease and stamp, and where its arena is."""
+class DeviceTransport(Transport):
+    """A transport through a device's memory."""
 
-    arena: ArenaRef
-
-
-class CUDAVMM(Transport):
-    """The ``cuda-vmm`` transport.
-
-    Stream contract: a publish waits for what was submitted to torch's current stream of the device
-    before it, and for nothing else; a trainer that writes weights on another stream makes the
-    current one wait for that first. An import verifies on torch's current stream.
-    """
-
-    name: ClassVar[str] = "cuda-vmm"
     driver_name: ClassVar[DriverName] = "cuda"
     crosses_processes: bool = True
-    zero_copy_import: bool = True
-    writable_import: bool = False
     binds_header: bool = True
+    _publisher: ClassVar[type[DevicePublisher]]
+    _consumer: ClassVar[type[DeviceConsumer[Any]]]
 
     def __init__(
         self,
         *,
-        device: int | None = None,
-        max_slots: int = 4,
-        max_consumers: int = 64,
-        num_threads: int | None = None,
-        timeout_s: float = 10.0,
+        device: int | None,
+        max_slots: int,
+        max_consumers: int,
+        num_threads: int | None,
+        timeout_s: float = 1.0,
     ) -> None:
-        """Configure.
-
-        Args:
-            device: number of the GPU in this process; None takes torch's current one to publish,
-                and the publisher's to import.
-            max_slots: most versions held in memory at a time: 2 for serial updates, and one for
-                each consumer that lags.
-            max_consumers: most consumers at a time.
-            num_threads: as other transports take it; the GPU has no use for it.
-            timeout_s: how long a consumer waits, once for each slot, for the publisher to hand over
-                the slot's memory.
-
-        Raises:
-            TypeError: a count that is no integer.
-            ValueError: a count below 1, a device below 0, or a time that is not positive.
-
-        """
-        self._options = DeviceOptions.checked(
-            self.name,
-            self.driver_name,
+        """Check the options that a user gave."""
+        if device is not None and (type(device) is not int or device < 0):
+            raise ValueError(f"device={device!r}: expected the number of a GPU, or None.")
+        self._options = DeviceOptions(
+            name=self.name,
+            driver=self.driver_name,
             device=device,
-            max_slots=max_slots,
-            max_consumers=max_consumers,
-            num_threads=num_threads,
-            timeout_s=timeout_s,
+            max_slots=checked_count("max_slots", max_slots),
+            max_consumers=checked_count("max_consumers", max_consumers),
+            num_threads=checked_threads(num_threads),
+            timeout_s=checked_seconds("timeout_s", timeout_s),
         )
+
+    @staticmethod
+    @abstractmethod
+    def _try(driver: CUDADriver | HostIPCDriver) -> None:
+        """Do with a little memory what this transport does."""
 
     @classmethod
     def probe(cls) -> Availability:
-        """Allocate, export, import and map a little memory of torch's current device."""
+        """Try it with a little memory of torch's current device."""
         try:
-            cls()._options.open_driver().probe()  # noqa: SLF001 - its own
+            cls._try(cls.create()._options.open_driver())  # noqa: SLF001 - its own
         except (TransportUnavailable, DriverError) as error:
             return Availability(cls.name, "blocked", error.cause, error.remedy, has_driver())
         return Availability(cls.name, "pass")
@@ -265,7 +243,7 @@ class CUDAVMM(Transport):
             TransportUnavailable: no such device, or it cannot share memory; with the cause.
 
         """
-        return _VMMPublisher(publisher_id, self._options)
+        return self._publisher(publisher_id, self._options)
 
     def consumer_end(self, worker: str, rank: int) -> ConsumerEnd:
         """Open the engine's end; which device it is, the first manifest says.
@@ -274,8 +252,10 @@ class CUDAVMM(Transport):
             TransportUnavailable: no device at all, with the cause.
 
         """
-        self._options.require_device()
-        return _VMMConsumer(worker, rank, self._options)
+        return self._consumer(worker, rank, self._options)
+
+
+# ---- cuda-vmm ------------------------------------------------------------------------------------
 
 
 class _Arena:
@@ -287,8 +267,6 @@ class _Arena:
         self.key = key
         self._broker = broker
         self._writes = writes
-        # An arena that does not reach the ring must not stay offered for good.
-        weakref.finalize(self, broker.withdraw, key).atexit = False
         with ExitStack() as undo:  # at once: somebody may keep the exception
             self._allocation = Allocation.create(driver, nbytes)
             undo.callback(quietly, self._allocation.close)
@@ -339,8 +317,7 @@ class _VMMPublisher(DevicePublisher):
 
     def _handle(self, slot: Slot, control: SegmentRef) -> CUDAVMMHandle:
         arena = slot.arena
-        if not isinstance(arena, _Arena):
-            raise WeightBridgeError("a slot of another transport. Publish again.")
+        assert isinstance(arena, _Arena)  # of `_make_slot`
         return CUDAVMMHandle(
             slot=slot.segment.ref,
             control=control,
@@ -359,15 +336,8 @@ class _VMMPublisher(DevicePublisher):
         self._broker.close()
 
 
-class _VMMConsumer(SlotConsumer[CUDAVMMHandle]):
+class _VMMConsumer(DeviceConsumer[CUDAVMMHandle]):
     _handle_type = CUDAVMMHandle
-
-    def __init__(self, worker: str, rank: int, options: DeviceOptions) -> None:
-        super().__init__(worker, rank, num_threads=options.num_threads)
-        self._options = options
-
-    def _check(self, manifest: WeightUpdateManifest, handle: CUDAVMMHandle) -> None:
-        self._options.check_arena(manifest, handle.arena, handle.slot.kind)
 
     def _pin(self, manifest: WeightUpdateManifest, handle: CUDAVMMHandle) -> Pin:
         where = (handle.slot, handle.arena)
@@ -379,16 +349,134 @@ class _VMMConsumer(SlotConsumer[CUDAVMMHandle]):
         return view.pin(manifest.update_id, handle.generation, manifest.table.arena_nbytes)
 
 
+class CUDAVMM(DeviceTransport):
+    """The ``cuda-vmm`` transport.
+
+    Stream contract: a publish waits for what was submitted to torch's current stream of the device
+    before it, and for nothing else; a trainer that writes weights on another stream makes the
+    current one wait for that first. An import verifies on torch's current stream.
+    """
+
+    name: ClassVar[str] = "cuda-vmm"
+    zero_copy_import: bool = True
+    writable_import: bool = False
+    _publisher = _VMMPublisher
+    _consumer = _VMMConsumer
+
+    def __init__(
+        self,
+        *,
+        device: int | None = None,
+        max_slots: int = 4,
+        max_consumers: int = 64,
+        num_threads: int | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        """Configure.
+
+        Args:
+            device: number of the GPU in this process; None takes torch's current one to publish,
+                and the publisher's to import.
+            max_slots: most versions held in memory at a time: 2 for serial updates, and one for
+                each consumer that lags.
+            max_consumers: most consumers at a time.
+            num_threads: as other transports take it; the GPU has no use for it.
+            timeout_s: how long a consumer waits, once for each slot, for the publisher to hand over
+                the slot's memory.
+
+        Raises:
+            TypeError: a count that is no integer, or a time that is no number.
+            ValueError: a count below 1, a device below 0, or a time that is not positive.
+
+        """
+        super().__init__(
+            device=device,
+            max_slots=max_slots,
+            max_consumers=max_consumers,
+            num_threads=num_threads,
+            timeout_s=timeout_s,
+        )
+
+    @staticmethod
+    def _try(driver: CUDADriver | HostIPCDriver) -> None:
+        driver.probe()
+
+
 # ---- cuda-ipc ------------------------------------------------------------------------------------
 
 
-class CUDAIPCHandle(SlotHandle):
-    """The JSON handle: the slot's lease and stamp, and the raw handle of its arena."""
+class _IPCPublisher(DevicePublisher):
+    def _make_slot(self, arena_nbytes: int) -> Slot:
+        with ExitStack() as undo:
+            # Its last page, and the only one, is the stamp's.
+            segment = OwnedSegment.make(f"{self._label}-slot", vm.PAGE)
+            undo.callback(segment.close)
+            nbytes = vm.round_up(max(arena_nbytes, 1), IPC_UNIT)
+            arena = PlainMemory(self._driver, nbytes, segment.fd)
+            undo.callback(arena.close)
+            slot = Slot(segment, arena, granularity=IPC_UNIT)
+            undo.pop_all()
+        return slot
 
-    arena: IPCArenaRef
+    def _handle(self, slot: Slot, control: SegmentRef) -> CUDAIPCHandle:
+        arena = slot.arena
+        assert isinstance(arena, PlainMemory)  # of `_make_slot`
+        return CUDAIPCHandle(
+            slot=slot.segment.ref,
+            control=control,
+            generation=slot.generation,
+            arena=IPCArenaRef(
+                driver="host" if self._driver.device.ordinal is None else "cuda",
+                device=self._driver.device.uuid,
+                nbytes=arena.nbytes,
+                handle=arena.handle.hex(),
+                namespace=ipc_namespace(),
+            ),
+        )
 
 
-class CUDAIPC(Transport):
+class _IPCConsumer(DeviceConsumer[CUDAIPCHandle]):
+    _handle_type = CUDAIPCHandle
+
+    def _check(self, manifest: WeightUpdateManifest, handle: CUDAIPCHandle) -> None:
+        super()._check(manifest, handle)
+        apart, slot = handle.arena.apart, handle.slot
+        if apart is not None and process_start_time(slot.pid) != slot.start_time:
+            # Nobody died: the update is as good as before, and out of reach from here.
+            cause = f"{apart}, from which its process, pid {slot.pid}, is not to be seen"
+            raise TransportUnavailable(self._options.name, cause, SHARE_NAMESPACES)
+
+    def _view(self, handle: CUDAIPCHandle) -> IPCView:
+        return self._views.find(
+            handle.slot,
+            (handle.slot, handle.arena),
+            lambda: IPCView(handle.slot, handle.arena, transport=self._options.name),
+        )
+
+    def _pin(self, manifest: WeightUpdateManifest, handle: CUDAIPCHandle) -> Pin:
+        view = self._view(handle)
+        view.require_owner()
+        return view.pin(manifest.update_id, handle.generation, manifest.table.arena_nbytes)
+
+    def _attachment(self, manifest: WeightUpdateManifest, handle: CUDAIPCHandle) -> Attachment:
+        table = manifest.table
+        lease = self._pin(manifest, handle)
+        try:
+            pin = private_pin(self._view(handle), table.arena_nbytes)
+            pin.header = lease.header
+            plan = self._plan(table, pin.place)
+            copy = Attachment(table, pin, plan, num_threads=self._num_threads)
+            sources = table.offset_column + np.uint64(lease.address)
+            # One pass reads and writes the same bytes.
+            copy.digested(
+                plan.copy_digest(sources, copy.tensors.addresses, num_threads=self._num_threads)
+            )
+            return copy
+        finally:
+            del lease  # somebody may keep an exception
+
+
+class CUDAIPC(DeviceTransport):
     """The ``cuda-ipc`` transport.
 
     Stream contract: a publish waits for what was submitted to torch's current stream of the device
@@ -397,10 +485,9 @@ class CUDAIPC(Transport):
     """
 
     name: ClassVar[str] = "cuda-ipc"
-    driver_name: ClassVar[DriverName] = "cuda"
-    crosses_processes: bool = True
     zero_copy_import: bool = False
-    binds_header: bool = True
+    _publisher = _IPCPublisher
+    _consumer = _IPCConsumer
 
     def __init__(
         self,
@@ -424,127 +511,14 @@ class CUDAIPC(Transport):
             ValueError: a count below 1, or a device below 0.
 
         """
-        self._options = DeviceOptions.checked(
-            self.name,
-            self.driver_name,
+        super().__init__(
             device=device,
             max_slots=max_slots,
             max_consumers=max_consumers,
             num_threads=num_threads,
         )
 
-    @classmethod
-    def probe(cls) -> Availability:
-        """Allocate a little memory of torch's current device, and name it.
-
-        Whether another process can open what is named here, an import tells.
-        """
-        try:
-            cls()._options.open_driver().probe_ipc()  # noqa: SLF001 - its own
-        except (TransportUnavailable, DriverError) as error:
-            return Availability(cls.name, "blocked", error.cause, error.remedy, has_driver())
-        return Availability(cls.name, "pass")
-
-    def publisher_end(self, publisher_id: str) -> PublisherEnd:
-        """Open the trainer's end.
-
-        Raises:
-            TransportUnavailable: no such device; with the cause.
-
-        """
-        return _IPCPublisher(publisher_id, self._options)
-
-    def consumer_end(self, worker: str, rank: int) -> ConsumerEnd:
-        """Open the engine's end; which device it is, the first manifest says.
-
-        Raises:
-            TransportUnavailable: no device at all, with the cause.
-
-        """
-        self._options.require_device()
-        return _IPCConsumer(worker, rank, self._options)
-
-
-class _IPCPublisher(DevicePublisher):
-    def _make_slot(self, arena_nbytes: int) -> Slot:
-        with ExitStack() as undo:
-            # Its last page, and the only one, is the stamp's.
-            segment = OwnedSegment.make(f"{self._label}-slot", vm.PAGE)
-            undo.callback(segment.close)
-            nbytes = vm.round_up(max(arena_nbytes, 1), IPC_UNIT)
-            arena = PlainMemory(self._driver, nbytes, segment.fd)
-            undo.callback(arena.close)
-            slot = Slot(segment, arena, granularity=IPC_UNIT)
-            undo.pop_all()
-        return slot
-
-    def _handle(self, slot: Slot, control: SegmentRef) -> CUDAIPCHandle:
-        arena = slot.arena
-        if not isinstance(arena, PlainMemory):
-            raise WeightBridgeError("a slot of another transport. Publish again.")
-        return CUDAIPCHandle(
-            slot=slot.segment.ref,
-            control=control,
-            generation=slot.generation,
-            arena=IPCArenaRef(
-                driver="host" if self._driver.device.ordinal is None else "cuda",
-                device=self._driver.device.uuid,
-                nbytes=arena.nbytes,
-                handle=arena.handle.hex(),
-                namespace=ipc_namespace(),
-            ),
-        )
-
-
-class _Copy(Attachment):
-    """A version copied out of its slot, with the digests of the bytes that were copied."""
-
-    def __init__(self, source: Attachment, pin: Pin) -> None:
-        plan, threads = source._plan, source._num_threads  # noqa: SLF001 - of its own kind
-        super().__init__(source.tensors.table, pin, plan, num_threads=threads)
-        assert plan is not None  # it has bytes
-        pin.header = source.tensors.pin.header
-        self._copied: bytes | None = plan.copy_digest(
-            source.tensors.addresses, self.tensors.addresses, num_threads=self._num_threads
-        )
-
-    def digests(self) -> bytes:
-        # The first time, one pass reads and writes the same bytes.
-        copied, self._copied = self._copied, None
-        return super().digests() if copied is None else copied
-
-
-class _IPCConsumer(SlotConsumer[CUDAIPCHandle]):
-    _handle_type = CUDAIPCHandle
-
-    def __init__(self, worker: str, rank: int, options: DeviceOptions) -> None:
-        super().__init__(worker, rank, num_threads=options.num_threads)
-        self._options = options
-
-    def _check(self, manifest: WeightUpdateManifest, handle: CUDAIPCHandle) -> None:
-        self._options.check_arena(manifest, handle.arena, handle.slot.kind)
-        apart, slot = handle.arena.apart, handle.slot
-        if apart is not None and process_start_time(slot.pid) != slot.start_time:
-            # Nobody died: the update is as good as before, and out of reach from here.
-            cause = f"{apart}, from which its process, pid {slot.pid}, is not to be seen"
-            raise TransportUnavailable(self._options.name, cause, SHARE_NAMESPACES)
-
-    def _view(self, handle: CUDAIPCHandle) -> IPCView:
-        return self._views.find(
-            handle.slot,
-            (handle.slot, handle.arena),
-            lambda: IPCView(handle.slot, handle.arena, transport=self._options.name),
-        )
-
-    def _pin(self, manifest: WeightUpdateManifest, handle: CUDAIPCHandle) -> Pin:
-        view = self._view(handle)
-        view.require_owner()
-        return view.pin(manifest.update_id, handle.generation, manifest.table.arena_nbytes)
-
-    def _attachment(self, manifest: WeightUpdateManifest, handle: CUDAIPCHandle) -> Attachment:
-        source = super()._attachment(manifest, handle)
-        try:
-            return _Copy(source, private_pin(self._view(handle), manifest.table.arena_nbytes))
-        finally:
-            # The lease ends here: somebody may keep an exception.
-            source.tensors.forget()
+    @staticmethod
+    def _try(driver: CUDADriver | HostIPCDriver) -> None:
+        # Whether another process can open what is named here, an import tells.
+        driver.probe_ipc()

@@ -74,8 +74,9 @@ class ImportRequest:
             raise MalformedManifest(f"a request's names or packed are of other types. {_SAY_AGAIN}")
         if not len(names) == len(dtypes) == len(shapes):
             counts = (len(names), len(dtypes), len(shapes))
-            msg = f"a request has {counts} names, dtypes and shapes. {_SAY_AGAIN}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"a request has {counts} names, dtypes and shapes. {_SAY_AGAIN}"
+            )
         if len(set(names)) != len(names):
             raise DuplicateTensorName(f"a request has a name twice. {_SAY_AGAIN}")
         found = cls(
@@ -107,36 +108,35 @@ class ImportRequest:
 
     def _check_unpacked(self) -> None:
         if len(self.exports) != len(self.names):
-            msg = f"{len(self.names)} tensors have {len(self.exports)} handles. {_SAY_AGAIN}"
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"{len(self.names)} tensors have {len(self.exports)} handles. {_SAY_AGAIN}"
+            )
         rows = zip(self.names, self.dtypes, self.shapes, self.exports, strict=True)
         for name, dtype, shape, exports in rows:
             for export in exports.values():
                 if (export.dtype, export.shape) != (dtype, shape):
-                    msg = (
+                    raise ShapeMismatch(
                         f"tensor {name!r} is {dtype} {shape} in the request, and its handle is "
                         f"{export.dtype} {export.shape}. {_SAY_AGAIN}"
                     )
-                    raise ShapeMismatch(msg)
 
     def _check_packed(self, sizes: Sequence[Any]) -> None:
         if len(self.exports) != 1 or list(sizes) != [prod(shape) for shape in self.shapes]:
-            msg = (
+            raise MalformedManifest(
                 f"a packed request has {len(self.exports)} handles and sizes that are not those of "
                 f"its {len(self.names)} shapes, expected one handle. {_SAY_AGAIN}"
             )
-            raise MalformedManifest(msg)
         needed = sum(sizes)
         for export in self.exports[0].values():
             if {*self.dtypes, export.dtype} != {export.dtype} or export.stride != (1,):
-                msg = (
+                raise ShapeMismatch(
                     f"a packed request's buffer is {export.dtype} {export.shape}, expected a flat "
                     f"one of the tensors' dtypes, {sorted(set(self.dtypes))}. {_SAY_AGAIN}"
                 )
-                raise ShapeMismatch(msg)
             if export.numel < needed:
-                msg = f"{needed} elements do not fit a buffer of {export.numel}. {_SAY_AGAIN}"
-                raise RangeBeyondSegment(msg)
+                raise RangeBeyondSegment(
+                    f"{needed} elements do not fit a buffer of {export.numel}. {_SAY_AGAIN}"
+                )
 
     def on(self, gpu: str) -> list[TorchHandle]:
         """The exports on one GPU, in the request's order.
@@ -251,4 +251,4 @@ def decline_request(request: ImportRequest, *, gpu: str, calls: Calls | None = N
 
     """
     functions = Calls.of_torch() if calls is None else calls
-    return decline([exports[gpu] for exports in request.exports if gpu in exports], functions)
+    return decline((one[gpu] for one in request.exports if gpu in one), functions)

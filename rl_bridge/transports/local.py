@@ -36,7 +36,7 @@ class LocalClone(Transport):
     binds_header: bool = True
 
     def __init__(self, *, num_threads: int | None = None) -> None:
-        """Copy on `num_threads` threads; None takes the usable cores.
+        """Copy on `num_threads` threads; None takes the usable cores, at most 8.
 
         Raises:
             TypeError: the number is no integer.
@@ -79,11 +79,10 @@ class _LocalPublisher(PublisherEnd):
     def snapshot(self, update_id: str) -> Pin:
         pin = self._snapshots.get(update_id)
         if pin is None:
-            msg = (
+            raise SegmentError(
                 f"update {update_id} is gone: its publisher released it. Import the latest "
                 "manifest."
             )
-            raise SegmentError(msg)
         return pin
 
     def seal_header(self, update_id: str, digest: bytes) -> None:
@@ -141,27 +140,24 @@ class _LocalConsumer(ConsumerEnd):
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         if thaw(manifest.handle) != {}:
-            msg = (
+            raise MalformedManifest(
                 f"update {manifest.update_id}: a local-clone handle is empty, got "
                 f"{manifest.handle}. Send the manifest as it was published."
             )
-            raise MalformedManifest(msg)
         publisher = _PUBLISHERS.get(manifest.publisher_id)
         if publisher is None:
-            msg = (
+            raise SegmentError(
                 f"update {manifest.update_id}: publisher {manifest.publisher_id} is not in this "
                 "process; local-clone crosses none. Use shared-memory between processes."
             )
-            raise SegmentError(msg)
         source = publisher.snapshot(manifest.update_id)
         table = manifest.table
         if table.arena_nbytes > source.nbytes:
-            msg = (
+            raise SegmentError(
                 f"update {manifest.update_id}: the manifest's arena of {table.arena_nbytes} bytes "
                 f"is larger than what was published, {source.nbytes} bytes. Send the manifest as "
                 "it was published."
             )
-            raise SegmentError(msg)
         pin = anonymous_pin(table.arena_nbytes)
         pin.header = source.header
         plan = BytePlan(table.nbytes_column)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from rl_bridge.errors import WeightBridgeUnavailableError, did_you_mean
 from rl_bridge.transports.base import Availability, Transport
-from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
+from rl_bridge.transports.broadcast.messages import BroadcastInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
 from rl_bridge.transports.files.transport import Files
@@ -122,17 +122,17 @@ def canonical_name(name: str) -> str:
     if resolved in TRANSPORTS:
         return resolved
     if resolved in _MULTI_NODE:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"multi-node/RDMA weight transport is not implemented (asked for {name!r}). "
             "Publish a gathered full-state update on one node with shared-memory, or go between "
             "machines with 'broadcast' or 'nixl'."
         )
-        raise WeightBridgeUnavailableError(msg)
     short = [alias for alias in ALIASES if alias not in _OLDER_NAMES]
     known = [*TRANSPORTS, *short]
     hint = did_you_mean(str(name).lower().replace("_", "-"), known)
-    msg = f"unknown weight bridge transport {name!r}, expected one of: {', '.join(known)}.{hint}"
-    raise WeightBridgeUnavailableError(msg)
+    raise WeightBridgeUnavailableError(
+        f"unknown weight bridge transport {name!r}, expected one of: {', '.join(known)}.{hint}"
+    )
 
 
 def transport_class(name: str) -> type[Transport]:

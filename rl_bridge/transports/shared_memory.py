@@ -55,7 +55,7 @@ class SharedMemory(Transport):
             columns: digest blocks of columns, too, by which a reader of some columns verifies only
                 those. Sealing a version takes up to half as long again; on one host, where reading
                 costs nothing else, that is worth it for readers that cut tensors into many parts.
-            num_threads: threads that copy and digest; None takes the usable cores.
+            num_threads: threads that copy and digest; None takes the usable cores, at most 8.
 
         Raises:
             TypeError: a count that is no integer, or a flag that is no bool.
@@ -111,11 +111,10 @@ class SharedMemory(Transport):
                 self._directory.mkdir(exist_ok=True, mode=0o700)
                 sweep(self._directory)
             except OSError as error:
-                msg = (
+                raise SegmentError(
                     f"directory={str(self._directory)!r} cannot hold segments: {error}. Give both "
                     "sides a directory that this user may write to, best on a tmpfs."
-                )
-                raise SegmentError(msg) from error
+                ) from error
         end = SharedPublisher(
             publisher_id,
             directory=self._directory,
@@ -171,30 +170,27 @@ class _SharedConsumer(SlotConsumer[SlotHandle]):
             got = vm.read_into(view.fd, pin.address, nbytes)
         except OSError as error:
             require_resources(error)
-            msg = (
+            raise SegmentError(
                 f"update {manifest.update_id}: segment {handle.slot.name} cannot be read: {error}. "
                 "Publish again."
-            )
-            raise SegmentError(msg) from error
+            ) from error
         finally:
             del lease  # also if a caller keeps the exception
         if got != nbytes:
-            msg = (
+            raise SegmentError(
                 f"update {manifest.update_id}: segment {handle.slot.name} ended after {got} of "
                 f"{nbytes} bytes: it was truncated. Publish again."
             )
-            raise SegmentError(msg)
         return pin
 
     def _check(self, manifest: WeightUpdateManifest, handle: SlotHandle) -> None:
         room = handle.slot.nbytes - vm.PAGE
         if manifest.table.arena_nbytes > room:
-            msg = (
+            raise RangeBeyondSegment(
                 f"update {manifest.update_id}: its arena of {manifest.table.arena_nbytes} bytes "
                 f"does not fit its segment, which has room for {room}. Send the manifest as it was "
                 "published."
             )
-            raise RangeBeyondSegment(msg)
         if (handle.slot.kind == "file") != (self._directory is not None):
             mine = "no directory=" if self._directory is None else f"directory={self._directory}"
             raise TransportUnavailable(

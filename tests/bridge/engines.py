@@ -15,20 +15,6 @@ from rl_bridge import (
 from rl_bridge.testing.tensors import bytes_of
 from tests.helpers import weights
 
-__all__ = [
-    "TRANSPORTS",
-    "OwnConsumer",
-    "Recording",
-    "TwoVerbs",
-    "Unseen",
-    "Verifying",
-    "bridge_of",
-    "content",
-    "failing_at_first",
-    "publish",
-]
-
-
 TRANSPORTS = ["local-clone", "shared-memory"]
 
 
@@ -147,8 +133,7 @@ class TwoVerbs:
     ) -> object:
         for number, name in enumerate(sorted(tensors)):
             if number == self.fails_after:
-                msg = "the engine said no"
-                raise LookupError(msg)
+                raise LookupError("the engine said no")
             self.engine[name].copy_(tensors[name])
         return None
 

@@ -98,21 +98,6 @@ def test_bytes_without_a_header_are_refused_where_the_transport_seals_one(
     assert consumer.active_weight_version is None
 
 
-def test_what_is_known_of_an_update_outlives_its_altered_manifest(
-    publisher: TensorBridge, consumer: TensorBridge
-) -> None:
-    manifest = publish(publisher, 1)
-    consumer.import_update(manifest)
-    consumer.acknowledge(manifest.update_id)
-    consumer.release(manifest.update_id)
-    with pytest.raises(DigestMismatch):
-        consumer.import_update(manifest.model_copy(update={"metadata": {"step": 9}}))
-    assert consumer.update_status(manifest.update_id) == "released"
-    (report,) = publisher.holders(manifest.update_id)
-    assert report.state == "released"
-    assert consumer.active_weight_version == 1
-
-
 def test_an_altered_manifest_holds_no_memory(publisher: TensorBridge) -> None:
     manifest = publish(publisher, 1)
     with make_weight_bridge(publisher.transport) as consumer:

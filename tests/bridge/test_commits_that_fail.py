@@ -57,8 +57,7 @@ def test_an_adapter_without_an_undo_may_fail_to_commit(
 ) -> None:
     class Adapter(TwoVerbs):
         def commit(self) -> None:
-            msg = "nobody listens"
-            raise OSError(msg)
+            raise OSError("nobody listens")
 
     adapter = Adapter(engine)
     executor = RolloutExecutor(weight_bridge=consumer, weight_install_adapter=adapter)
@@ -130,8 +129,7 @@ class Failing(Recording):
     def _step(self, name: str) -> None:
         super()._step(name)
         if name.startswith(self.failing):
-            msg = "the engine said no"
-            raise OSError(msg)
+            raise OSError("the engine said no")
 
 
 @pytest.mark.parametrize("step", ["commit", "release"])

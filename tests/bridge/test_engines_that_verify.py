@@ -171,6 +171,20 @@ def test_in_two_phases_the_import_reads_every_byte_by_itself(rig: Rig) -> None:
     assert ack.timings_ms["verify"] == mine  # the engine's own is a part of prepare
 
 
+def test_in_two_phases_the_import_may_leave_the_bytes_to_the_engine(rig: Rig) -> None:
+    bad = rig.damage(1, "layer.weight")
+    rig.executor.import_weights(bad, reads=False)
+    with pytest.raises(ChecksumMismatch, match=r"'layer\.weight'"):
+        rig.executor.prepare_weights(bad)
+    good = publish(rig.trainer, 2)
+    rig.steps.clear()
+    rig.executor.import_weights(good, reads=False)
+    rig.executor.prepare_weights(good)
+    rig.executor.commit_weights(good)
+    assert rig.steps[:4] == ["import", "prepare", "verify", "stage"]
+    assert content(rig.engine) == content(weights(2))
+
+
 def test_the_engines_verification_is_told_as_a_phase_of_its_own(rig: Rig) -> None:
     manifest = publish(rig.trainer, 1)
     rig.executor.update_weights(manifest)

@@ -99,8 +99,7 @@ def test_an_exception_that_takes_no_notes_comes_out_all_the_same(
 def test_kept_exceptions_pin_no_slots() -> None:
     class Failing(ModuleInstallAdapter):
         def install(self, manifest: Any, tensors: Any) -> None:
-            msg = f"no {manifest.weight_version} of {len(tensors)}"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"no {manifest.weight_version} of {len(tensors)}")
 
     kept = []
     with (

@@ -9,7 +9,6 @@ import torch
 
 from rl_bridge import (
     RolloutExecutor,
-    SharedMemoryTensorBridge,
     TensorBridge,
     WeightUpdateManifest,
     make_weight_bridge,
@@ -19,12 +18,10 @@ from rl_bridge.errors import (
     ChecksumMismatch,
     StaleUpdate,
     TornEngine,
-    WeightBridgeError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.lifecycle import Event, Transition
 from rl_bridge.memory.views import Attachment
-from tests.bridge.engines import Recording, bridge_of, content, fours, publish
+from tests.bridge.engines import Recording, bridge_of, content, publish
 from tests.helpers import make_manifest, weights
 
 
@@ -128,20 +125,3 @@ def test_only_the_last_ids_that_were_rejected_unseen_are_remembered() -> None:
     order.check(make_manifest(update_id=f"{4:032x}"), reason=None)
     with pytest.raises(WeightUpdateRejectedError):
         order.check(make_manifest(update_id=f"{5:032x}"), reason=None)
-
-
-def test_a_rejected_update_that_an_observer_releases_at_once_stays_rejected(
-    trainer: SharedMemoryTensorBridge,
-) -> None:
-    def release_what_was_rejected(step: Transition) -> None:
-        if step.event is Event.REJECT:
-            watched.release(step.update_id)
-
-    with SharedMemoryTensorBridge(
-        source_worker="rollout", observer=release_what_was_rejected
-    ) as watched:
-        manifest = trainer.publish(fours(1), weight_version=1)
-        watched.import_update(manifest)
-        watched.reject(manifest.update_id, "not this one")
-        with pytest.raises(WeightBridgeError, match="was rejected"):
-            watched.import_update(manifest)

@@ -17,7 +17,6 @@ from rl_bridge import (
 )
 from rl_bridge.bridge import ConsumerReport
 from rl_bridge.errors import (
-    ChecksumMismatch,
     StaleUpdate,
     WeightUpdateRejectedError,
 )
@@ -25,9 +24,6 @@ from rl_bridge.lifecycle import Role, State, Transition
 from rl_bridge.memory.control import RECORD_NBYTES, Record, UpdateReport
 from rl_bridge.memory.segment import open_segment
 from rl_bridge.processes import close_fd
-from rl_bridge.testing.faults import FaultInjecting
-from rl_bridge.testing.peer import BridgeOver
-from rl_bridge.transports.shared_memory import SharedMemory
 from tests.bridge.engines import fours, publish
 
 
@@ -185,33 +181,6 @@ def test_tensors_of_an_earlier_import_of_an_update_count_until_the_last_one_dies
     assert earlier.tolist() == [1.0] * 4
     del earlier
     assert not only(trainer, manifest).tensors_held
-
-
-def test_bytes_that_differ_are_given_back_also_where_an_observer_releases_what_was_rejected() -> (
-    None
-):
-    damaged = FaultInjecting(SharedMemory())
-    with BridgeOver(damaged) as publisher, releasing_at(State.REJECTED) as bridge:
-        manifest = publisher.publish(fours(1), weight_version=1)
-        damaged.corrupt(manifest, 0)
-        with pytest.raises(ChecksumMismatch) as caught:
-            bridge.import_update(manifest)
-        (report,) = publisher.holders(manifest)
-        assert (report.state, report.tensors_held) == ("released", False)
-        del caught
-
-
-def test_an_acknowledgement_is_told_with_its_proof_although_an_observer_releases_at_once(
-    trainer: SharedMemoryTensorBridge,
-) -> None:
-    with releasing_at(State.ACKNOWLEDGED) as bridge:
-        manifest = trainer.publish(fours(1), weight_version=1)
-        bridge.import_update(manifest)
-        bridge.acknowledge(manifest, proof={"method": "mine"}, timings_ms={"install": 2.0})
-        report = only(trainer, manifest)
-        assert (report.state, report.proof) == ("released", {"method": "mine"})
-        assert report.timings_ms["install"] == bridge.timings(manifest)["install"] == 2.0
-        assert bridge.active_weight_version == 1
 
 
 # ---- a refusal of what was not opened ------------------------------------------------------------

@@ -14,9 +14,8 @@ from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightUpdateRejec
 from rl_bridge.lifecycle import Event, State
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_bytes
 from rl_bridge.memory import parts
-from rl_bridge.memory.packing import LeafPlan
 from rl_bridge.memory.parts import PartNeeds, Scope, leaves_of
-from rl_bridge.memory.passes import Addresses, block_digests
+from rl_bridge.memory.passes import Addresses, BytePlan, block_digests
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
@@ -316,14 +315,14 @@ def test_a_digest_of_the_column_list_that_was_changed_on_its_way_is_refused(
 def test_a_publisher_whose_column_list_lies_is_refused(
     columns: ColumnPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = LeafPlan.take_columns
+    honest = BytePlan.take_columns
 
-    def lie(plan: LeafPlan, src: Addresses) -> npt.NDArray[np.uint8]:
+    def lie(plan: BytePlan, src: Addresses) -> npt.NDArray[np.uint8]:
         found = honest(plan, src)
         found[::DIGEST_NBYTES] ^= 1
         return found
 
-    monkeypatch.setattr(LeafPlan, "take_columns", lie)
+    monkeypatch.setattr(BytePlan, "take_columns", lie)
     columns.manifest = columns.trainer.publish(
         {name: tensor + 1 for name, tensor in WIDE.items()}, weight_version=2
     )

@@ -1,7 +1,7 @@
 """What this side lacks for a moment never costs an update."""
 
 import errno
-import os
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from rl_bridge.errors import (
     DeadlineExceeded,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.memory import segment as leases
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.places import CPUPlace
 from tests.bridge.engines import content, failing_at_first, publish
@@ -68,52 +67,39 @@ def test_a_shortage_while_an_update_is_attached_leaves_its_slot_free_for_the_nex
         assert caught.value.__traceback__ is not None  # its frames are still there
 
 
-def test_a_kernel_without_room_for_a_lease_does_not_cost_the_update(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with make_weight_bridge("shared-memory") as bridge:
-        manifest = publish(bridge, 1)
-        error = OSError(errno.ENOLCK, "no locks left")
-        patched = failing_at_first(error, leases.try_shared)
-        monkeypatch.setattr(leases, "try_shared", patched)
-        with pytest.raises(OSError, match="no locks left"):
-            bridge.import_update(manifest)
-        assert content(bridge.import_update(manifest)) == content(weights(1))
+# What the kernel has no room for: the call that fails once, its error number, and what is raised.
+KERNEL: dict[str, tuple[str, int, type[Exception]]] = {
+    "lease": ("rl_bridge.memory.segment.try_shared", errno.ENOLCK, OSError),
+    "record": (
+        "rl_bridge.memory.segment.try_exclusive",
+        errno.ENOLCK,
+        WeightBridgeUnavailableError,
+    ),
+    "named segment": ("rl_bridge.memory.vm.os.preadv", errno.ENOMEM, WeightBridgeUnavailableError),
+}
 
 
-def test_a_kernel_without_room_for_a_record_does_not_cost_the_update(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("short_of", KERNEL)
+def test_a_kernel_without_room_does_not_cost_the_update(
+    short_of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with make_weight_bridge("shared-memory") as publisher:
+    name, number, raised = KERNEL[short_of]
+    directory = tmp_path if short_of == "named segment" else None
+    with make_weight_bridge("shared-memory", directory=directory) as publisher:
         manifest = publish(publisher, 1)
-        with make_weight_bridge("shared-memory") as consumer:
-            error = OSError(errno.ENOLCK, "no locks left")
-            monkeypatch.setattr(
-                leases, "try_exclusive", failing_at_first(error, leases.try_exclusive)
-            )
-            with pytest.raises(WeightBridgeUnavailableError, match="no locks left"):
+        with make_weight_bridge("shared-memory", directory=directory) as consumer:
+            plain = pkgutil.resolve_name(name)
+            monkeypatch.setattr(name, failing_at_first(OSError(number, "nothing left"), plain))
+            with pytest.raises(raised, match="nothing left"):
                 consumer.import_update(manifest)
             assert content(consumer.import_update(manifest)) == content(weights(1))
-
-
-def test_a_shortage_while_a_named_segment_is_read_does_not_cost_the_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with make_weight_bridge("shared-memory", directory=tmp_path) as bridge:
-        manifest = publish(bridge, 1)
-        error = OSError(errno.ENOMEM, "no memory left")
-        monkeypatch.setattr("rl_bridge.memory.vm.os.preadv", failing_at_first(error, os.preadv))
-        with pytest.raises(WeightBridgeUnavailableError, match="no memory left"):
-            bridge.import_update(manifest)
-        assert content(bridge.import_update(manifest)) == content(weights(1))
 
 
 def test_a_shortage_here_leaves_a_released_update_as_it_was(
     publisher: TensorBridge, consumer: TensorBridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(_: object) -> None:
-        msg = "no memory. Free some."
-        raise WeightBridgeUnavailableError(msg)
+        raise WeightBridgeUnavailableError("no memory. Free some.")
 
     manifest = publish(publisher, 1)
     consumer.import_update(manifest)

@@ -49,8 +49,8 @@ class DriverSuite(ABC, Generic[D]):
         undo.callback(driver.release, handle)
         return handle, nbytes
 
-    def room(self, driver: D, undo: ExitStack, nbytes: int, align: int = 0) -> int:
-        address = driver.reserve(nbytes, align)
+    def room(self, driver: D, undo: ExitStack, nbytes: int) -> int:
+        address = driver.reserve(nbytes)
         undo.callback(driver.free, address, nbytes)
         return address
 
@@ -195,10 +195,6 @@ class DriverSuite(ABC, Generic[D]):
         self.show(driver, undo, address + nbytes, nbytes, two)
         for handle in (one, two, both):
             assert not driver.shows(address, 2 * nbytes, handle)
-
-    @pytest.mark.parametrize("power", [21, 25])
-    def test_a_reservation_is_aligned(self, driver: D, undo: ExitStack, power: int) -> None:
-        assert self.room(driver, undo, driver.granularity(), 1 << power) % (1 << power) == 0
 
     # ---- what it refuses --------------------------------------------------------------------
 

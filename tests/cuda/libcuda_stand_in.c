@@ -91,7 +91,6 @@ int cuCtxSynchronize(void) {
     while (work[device]) usleep(1000);
     return OK;
 }
-int cuMemGetInfo(size_t *free_, size_t *total) { ENTER() *free_ = 1; *total = 2; return OK; }
 
 /* ---- work, and events behind it */
 
@@ -244,15 +243,6 @@ int cuMemUnmap(uintptr_t at, size_t size) {
     r->used = 0;
     return OK;
 }
-int cuPointerGetAttribute(void *data, int attribute, uintptr_t at) {
-    ENTER()
-    if (attribute != 9) return NOT_SUPPORTED;
-    Range *r = around(mapped, at, 1);
-    if (!r) r = around(allocated, at, 1);
-    if (!r) return INVALID;
-    *(int *)data = r->device;
-    return OK;
-}
 
 /* ---- legacy memory and IPC */
 
@@ -338,11 +328,11 @@ static const struct { const char *name; void *function; } table[] = {
     NAMED(cuInit), NAMED(cuDriverGetVersion), NAMED(cuDeviceGetCount), NAMED(cuDeviceGet), NAMED(cuDeviceGetUuid),
     NAMED(cuDeviceGetAttribute), NAMED(cuDevicePrimaryCtxRetain), NAMED(cuCtxGetCurrent), NAMED(cuCtxSetCurrent),
     NAMED(cuCtxSynchronize), NAMED(cuEventCreate), NAMED(cuCtxRecordEvent), NAMED(cuEventQuery), NAMED(cuEventDestroy),
-    NAMED(cuMemGetInfo), NAMED(cuMemGetAllocationGranularity), NAMED(cuMemCreate),
+    NAMED(cuMemGetAllocationGranularity), NAMED(cuMemCreate),
     NAMED(cuMemRelease), NAMED(cuMemExportToShareableHandle), NAMED(cuMemImportFromShareableHandle),
     NAMED(cuMemAddressReserve), NAMED(cuMemAddressFree), NAMED(cuMemMap), NAMED(cuMemSetAccess), NAMED(cuMemUnmap),
     NAMED(cuMemRetainAllocationHandle),
-    NAMED(cuPointerGetAttribute), NAMED(cuMemAlloc), NAMED(cuMemFree), NAMED(cuIpcGetMemHandle),
+    NAMED(cuMemAlloc), NAMED(cuMemFree), NAMED(cuIpcGetMemHandle),
     NAMED(cuIpcOpenMemHandle), NAMED(cuMemGetAddressRange), NAMED(cuIpcCloseMemHandle), {"cuGetProcAddress", (void *)cuGetProcAddress_v2},
     NAMED(cuGetProcAddress_v2),
 };

@@ -19,7 +19,6 @@ from tests.helpers import open_fds
 
 __all__ = [
     "FOREVER_S",
-    "Consumer",
     "FakeBroker",
     "Publisher",
     "connected",
@@ -88,35 +87,6 @@ class Publisher:
 
     def num_fds(self) -> int:
         return len(open_fds())
-
-    def let_go(self) -> None:
-        """Only the memory: what was handed out stays."""
-        self.broker.withdraw(1)
-        self.allocation.close()
-
-    def bytes(self) -> list[int]:
-        window = AddressRange(self.driver, NBYTES)
-        window.map(self.allocation, writable=False)
-        found = sorted(peek(window.address))
-        window.close()
-        return found
-
-
-class Consumer:
-    """Fetches and maps; holds it until it ends."""
-
-    def __init__(self, ref: dict[str, Any]) -> None:
-        self.driver = HostDriver(granularity=SMALL)
-        self.ref = BrokerRef.model_validate(ref)
-        self.live = AddressRange(self.driver, NBYTES)
-
-    def take(self) -> list[int]:
-        fd, nbytes = fetch_fd(self.ref, 1, timeout_s=20)
-        self.live.swap(Allocation.received(self.driver, fd, nbytes), writable=True)
-        return self.look()
-
-    def look(self) -> list[int]:
-        return sorted(peek(self.live.address))
 
 
 def connected(ref: BrokerRef) -> socket.socket:

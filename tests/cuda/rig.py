@@ -63,9 +63,9 @@ class Scripted(HostDriver):
         self._step("release")
         super().release(handle)
 
-    def reserve(self, nbytes: int, align: int = 0) -> int:
+    def reserve(self, nbytes: int) -> int:
         self._step("reserve")
-        return super().reserve(nbytes, align)
+        return super().reserve(nbytes)
 
     def free(self, address: int, nbytes: int) -> None:
         self._step("free")

@@ -35,12 +35,6 @@ from tests.cuda.publishers import (
 from tests.cuda.rig import NBYTES, SMALL, filled
 from tests.helpers import open_fds
 
-
-@pytest.fixture
-def driver() -> HostDriver:
-    return HostDriver(granularity=SMALL)
-
-
 # ---- the way of a descriptor --------------------------------------------------------------------
 
 
@@ -246,9 +240,8 @@ def test_a_publisher_without_descriptors_serves_again_when_it_has_some(
 def test_a_path_that_is_too_long_says_so(root: Path) -> None:
     deep = root / ("x" * 60)
     deep.mkdir()
-    with pytest.raises(TransportUnavailable, match=r"more than 107 bytes.*shorter path") as caught:
-        Broker(root=deep, transport="cuda-ipc")
-    assert caught.value.transport == "cuda-ipc"
+    with pytest.raises(TransportUnavailable, match=r"more than 107 bytes.*shorter path"):
+        Broker(root=deep)
     assert list(deep.iterdir()) == []
 
 

@@ -161,7 +161,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("files", "least"),
     [
-        (["on_stand_in.py", "on_stand_in_drain.py"], 39),
+        (["on_stand_in.py", "on_stand_in_drain.py"], 36),
         # The same suite holds for the driver on host memory.
         pytest.param(["on_stand_in_ipc.py"], 20, marks=pytest.mark.full),
     ],

@@ -4,6 +4,7 @@ import ctypes
 from typing import Any
 
 import pytest
+import torch
 
 from rl_bridge.cuda.broker import Broker, BrokerRef, fetch_fd
 from rl_bridge.cuda.libcuda import CUDADriver
@@ -62,8 +63,6 @@ def filled(driver: CUDADriver, data: bytes) -> Allocation:
 
 
 def test_the_uuid_is_the_one_that_torch_prints(driver: CUDADriver) -> None:
-    import torch
-
     assert driver.device.uuid == str(torch.cuda.get_device_properties(0).uuid)
 
 
@@ -80,8 +79,6 @@ def test_a_flip_and_its_undo_keep_the_address(driver: CUDADriver) -> None:
 
 
 def test_a_drain_sees_every_stream_and_has_a_deadline(driver: CUDADriver) -> None:
-    import torch
-
     cuda: Any = torch.cuda  # of which torch annotates half
     driver.fence()
     if not driver._has_context_events:
@@ -131,7 +128,6 @@ def test_a_legacy_handle_opens_in_another_process(driver: CUDADriver) -> None:
     with Child(Exporter) as exporter:
         at = driver.open_ipc(bytes.fromhex(exporter.call("handle")))
         assert read(driver, at, 6) == b"legacy"
-        assert driver.pointer_uuid(at) == driver.device.uuid
         driver.close_ipc(at)
 
 
@@ -145,10 +141,10 @@ def test_a_thousand_imports_leave_device_memory_and_descriptors(driver: CUDADriv
             old.close()
 
     cycle()
-    before, free = open_fds(), driver.memory_info()[0]
+    before, free = open_fds(), torch.cuda.mem_get_info()[0]
     for _ in range(1000):
         cycle()
     assert open_fds() == before
     # A leak would be a thousand allocations of 2 MiB or more.
-    assert free - driver.memory_info()[0] < 100 * one.nbytes
+    assert free - torch.cuda.mem_get_info()[0] < 100 * one.nbytes
     assert read(driver, live.address, 3) == b"one"

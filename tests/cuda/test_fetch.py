@@ -28,14 +28,8 @@ from tests.cuda.publishers import (
     shown,
     soon,
 )
-from tests.cuda.rig import NBYTES, SMALL
+from tests.cuda.rig import NBYTES
 from tests.helpers import open_fds
-
-
-@pytest.fixture
-def driver() -> HostDriver:
-    return HostDriver(granularity=SMALL)
-
 
 # ---- references that come from anywhere ---------------------------------------------------------
 

@@ -21,11 +21,6 @@ from tests.cuda.rig import SMALL
 from tests.helpers import forked, forking
 
 
-@pytest.fixture
-def driver() -> HostDriver:
-    return HostDriver(granularity=SMALL)
-
-
 class Watch:
     """Notes what was opened, and whether another thread could have forked right behind it."""
 

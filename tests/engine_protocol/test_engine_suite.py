@@ -20,6 +20,7 @@ from rl_bridge.engines import EngineDriver
 from rl_bridge.errors import IncompatibleUpdate, SessionRefused
 from rl_bridge.groups import GroupBridge
 from rl_bridge.testing import EngineUnderTest
+from tests.in_ci import MEMORY
 
 HOME = Path(__file__).resolve().parents[2] / "docs" / "examples" / "small_engine"
 sys.path.insert(0, str(HOME))
@@ -41,6 +42,8 @@ class TestSmallEngine(small.TestSmallEngine):
 class TestSmallEngineThrough(TestSmallEngine):
     """Written into the memory that serves."""
 
+    in_ci = MEMORY
+
     def make_driver(self, engine: Any, **options: Any) -> EngineDriver:
         return small_engine_adapter(engine, staging="through", **options)
 
@@ -48,6 +51,7 @@ class TestSmallEngineThrough(TestSmallEngine):
 class TestSmallEngineOfShards(TestSmallEngine):
     """Two trainer ranks publish each version, each its shard."""
 
+    in_ci = MEMORY
     publishers = 2
 
 

@@ -4,7 +4,6 @@ Two small engines of the documentation stand for it, behind one client. All repl
 or none has it, though they never speak with each other.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ import pytest
 from rl_bridge.engines import EngineDriver, Replies, Reply, ServingOptions, default_label
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.testing import EngineUnderTest
+from tests.in_ci import TOGETHER
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "docs" / "examples" / "small_engine"))
@@ -67,9 +67,7 @@ class Replicas(SmallClient):
 
 @contextmanager
 def started(folder: Path) -> Iterator[list[Any]]:
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        known = os.environ.get("PYTHONPATH")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [known])]))
+    with ExitStack() as stack:
         engines = [stack.enter_context(small.started(folder, 0)) for _ in range(2)]
         for number, engine in enumerate(engines):
             engine.ask("replica_program:be_replica", str(number))
@@ -104,6 +102,7 @@ class TestReplicas(small.TestSmallEngine):
     replicas = 2
     kills = ("install",)
     every = 5
+    in_ci = TOGETHER
 
     def start(self) -> Any:
         return started(self.folder)
@@ -116,14 +115,6 @@ class TestReplicas(small.TestSmallEngine):
 
     def in_ranks(self, engine: Any, text: str) -> list[str]:
         return [said for one in engine for said in super(TestReplicas, self).in_ranks(one, text)]
-
-    @pytest.mark.full  # two engines more
-    def test_a_rank_that_is_killed_is_a_typed_error_and_a_fresh_engine_takes_the_version(
-        self, running: EngineUnderTest
-    ) -> None:
-        super().test_a_rank_that_is_killed_is_a_typed_error_and_a_fresh_engine_takes_the_version(
-            running
-        )
 
 
 def test_replicas_that_no_pause_holds_are_refused(running: EngineUnderTest, trainer: Any) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.compat.skyrl import LORA_DISK_LOAD, LoRADiskLoader
+from rl_bridge.engines.lora_slots import SlotInstaller
 from rl_bridge.errors import (
     ChecksumMismatch,
     IncompatibleUpdate,
@@ -24,6 +25,7 @@ from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.manifest import AdapterSpec
 from rl_bridge.testing.faults import arena_address, flip_byte
 from rl_bridge.trainers import write_peft
+from tests.engines.faults import patch
 from tests.engines.models import ADAPTER, Checkpoints
 
 # As `docs/explanation/vllm-traps.md` names them, where each has its upstream link.
@@ -36,6 +38,39 @@ DAMAGES = {
     "slot-never-written": "leave the slot empty",
     "under-an-id-that-no-request-has": "drop it",
 }
+
+
+@dataclass
+class Slot:
+    """What of a slot is damaged: B of gate and up, A of the first module, and what empties it."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    first: torch.Tensor
+    empty: Callable[[], object]
+
+
+def damage_slots(what: str, slot_of: Callable[[Any, int], Slot]) -> None:
+    """Let the slot of each adapter that is staged in this process hold something else."""
+    original = vars(SlotInstaller)["stage"]
+
+    def stage(installer: Any, version: Any, *given: Any) -> None:
+        original(installer, version, *given)
+        slot = slot_of(installer._manager, installer.slot_of(version))
+        if what == "swap gate and up":
+            kept = slot.gate.clone()
+            slot.gate.copy_(slot.up)
+            slot.up.copy_(kept)
+        elif what == "scale B twice":
+            slot.gate.mul_(2)
+        elif what == "leave what was behind the rank":
+            slot.first[-1, -1] = 1
+        elif what == "leave the slot empty":
+            slot.empty()
+        else:
+            installer.free_slot(version)
+
+    patch(SlotInstaller, "stage", stage)
 
 
 @dataclass
@@ -144,7 +179,7 @@ def cut_to_rank(weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.
 # ---- many versions -------------------------------------------------------------------------------
 
 _COMPARED = 60  # updates whose tokens are compared, each; of more of them a fifth
-LONG_RUNS = pytest.mark.parametrize("updates", [60, pytest.param(1000, marks=pytest.mark.full)])
+LONG_RUNS = pytest.mark.parametrize("updates", [16, pytest.param(1000, marks=pytest.mark.full)])
 
 
 def check_a_long_run(engine: Adapted, updates: int) -> None:
@@ -424,7 +459,7 @@ class AdapterSuite:
             write_peft(tmp_path / "wrong", spec_of(wrong), wrong)
             with pytest.raises(IncompatibleUpdate, match="max_lora_rank=32"):
                 loader.load(request(str(tmp_path / "wrong")))
-            with pytest.raises(WeightBridgeUnavailableError, match="cannot be read as an adapter"):
+            with pytest.raises(WeightBridgeUnavailableError, match="cannot be read"):
                 loader.load(request(str(tmp_path / "none")))
             assert engine.asked(loader.lora_request()) == engine.fresh[1]
             for version in (7, 3):  # a trainer that goes back to an earlier step

@@ -43,8 +43,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @pytest.fixture(scope="session")
-def references(checkpoints: Checkpoints) -> References:
-    return References(checkpoints)
+def references(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> References:
+    home = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder that the processes of a run share
+        home = home.parent
+    return References(checkpoints, home / "references")
 
 
 @pytest.fixture

@@ -5,13 +5,10 @@ vLLM mixes `FaultyWorker` into its worker class, wherever that runs; a test call
 """
 
 import os
-import resource
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,16 +16,14 @@ import torch
 from rl_bridge.assembly import end as assembling
 from rl_bridge.assembly.end import GroupEnd
 from rl_bridge.engines import evidence, staging
-from rl_bridge.engines.lora_slots import SlotInstaller
-from rl_bridge.engines.rank import Stage
 from rl_bridge.engines.vllm import canary, model_installer
+from rl_bridge.memory.segment import process_start_time
 from rl_bridge.testing import in_rank
 from rl_bridge.testing.processes import until
 
 T = TypeVar("T")
 _originals: list[tuple[Any, str, Any]] = []
 _calls = [0]
-_limits: list[tuple[int, tuple[int, int]]] = []
 # What the n-th call does, beside raising.
 _ACTIONS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -55,8 +50,7 @@ class _Upto(list[T]):
 def _fail(action: Callable[[], None] | None, call: int | None = None) -> None:
     if action is not None:
         action()
-    msg = f"planted at call {_calls[0] if call is None else call}"
-    raise PlantedError(msg)
+    raise PlantedError(f"planted at call {_calls[0] if call is None else call}")
 
 
 def patch(owner: Any, name: str, made: Any) -> None:
@@ -103,8 +97,7 @@ def _half_written(nth: int) -> None:
             for user in written.plan.targets[layer[-1][0]].users:
                 if "cpu_linear" in vars(user.module) and self._snapshot is None:
                     vars(user.module)["cpu_linear"] = None
-            msg = f"planted at call {nth}"
-            raise PlantedError(msg)
+            raise PlantedError(f"planted at call {nth}")
         _calls[0] += 1
         return original(self, written, layer)
 
@@ -284,28 +277,7 @@ def kill(pid: int) -> None:
     """SIGKILL, and wait for the end, by which the kernel has closed all that it had open."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not _is_there(pid), what=f"process {pid} is dead")
-
-
-def _is_there(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in {"Z", "X"}
-
-
-def _starve(of: str) -> None:
-    if of == "files":
-        lowest = os.dup(0)  # the one that would be opened next
-        os.close(lowest)
-        kind, limit = resource.RLIMIT_NOFILE, lowest
-    else:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        kind, limit = resource.RLIMIT_AS, pages * resource.getpagesize() + (256 << 10)
-    before = resource.getrlimit(kind)
-    _limits.append((kind, before))
-    resource.setrlimit(kind, (limit, before[1]))
+    until(lambda: process_start_time(pid) is None, what=f"process {pid} is dead")
 
 
 class FaultyWorker:
@@ -351,30 +323,16 @@ class FaultyWorker:
         state.model_runner.get_model().lora_manager.remove_all_adapters()
 
     def damage_slots(self, what: str) -> None:
-        """Let the slot of each adapter that is staged hold something else."""
-        original = SlotInstaller.__dict__["stage"]
+        """Let the slot of each adapter that is staged hold something else: see `AdapterSuite`."""
+        from tests.engines.adapter_suite import Slot, damage_slots
 
-        def stage(installer: Any, version: Any, *given: Any) -> None:
-            original(installer, version, *given)
-            manager = installer._manager
-            slot = manager.lora_index_to_id.index(version.number)
+        def slot_of(manager: Any, slot: int) -> Slot:
             name = next(one for one in manager.modules if one.endswith("gate_up_proj"))
             layer = manager.modules[name]
-            (gate, up), first = (one[slot] for one in layer.lora_b_stacked), layer.lora_a_stacked[0]
-            if what == "swap gate and up":
-                kept = gate.clone()
-                gate.copy_(up)
-                up.copy_(kept)
-            elif what == "scale B twice":
-                gate.mul_(2)
-            elif what == "leave what was behind the rank":
-                first[slot, 0, -1, -1] = 1
-            elif what == "leave the slot empty":
-                layer.reset_lora(slot)
-            else:
-                manager.remove_adapter(version.number)
+            gate, up = (one[slot, 0] for one in layer.lora_b_stacked)
+            return Slot(gate, up, layer.lora_a_stacked[0][slot, 0], lambda: layer.reset_lora(slot))
 
-        patch(SlotInstaller, "stage", stage)
+        damage_slots(what, slot_of)
 
     def uproot_fault(self) -> int:
         """Take it out."""
@@ -395,33 +353,6 @@ class FaultyWorker:
 
             patch(owner, name, killing)
 
-    def starve(self, of: str, rank: int) -> None:
-        """Leave the worker of `rank` no descriptor, or hardly any address space, to be had."""
-        if rank == self.rank:
-            _starve(of)
-
-    def feed(self) -> None:
-        """Give back what `starve` took."""
-        while _limits:
-            resource.setrlimit(*_limits.pop())
-
     def tell_pid(self) -> int:
         """The process of this worker."""
         return os.getpid()
-
-    def forget_proof(self, rank: int) -> None:
-        """Let a rank stand where it exchanged and has not proven yet."""
-        if rank == self.rank:
-            state: Any = self
-            known = vars(state.model_runner.get_model())["_rl_bridge_ranks"][""]
-            known._proof, known.stage = None, Stage.INSTALLING
-
-    def halt_in_exchange(self, marks: str) -> None:
-        """Stand still in the middle of the next exchange, for good; a file tells that it does."""
-        mark = Path(marks) / str(self.rank)
-
-        def stand() -> None:
-            mark.touch()
-            threading.Event().wait()
-
-        _exchange(5, stand)

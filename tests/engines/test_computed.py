@@ -5,26 +5,27 @@ A small model is loaded, processed and reloaded by vLLM's own code; and an engin
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import (
     composed_weight_loader,
     default_weight_loader,
 )
 from vllm.model_executor.utils import set_weight_attrs
 
-from rl_bridge import RolloutExecutor
+from rl_bridge import InstallProof
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
 from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.drive import Setting, answers, executor_for, start
 from tests.engines.models import Checkpoints, Kind
+from tests.engines.test_derived_tensors import config, loaded, update
 from tests.engines.trainer import Trainer
+
+__all__ = ["config"]
 
 Weights = dict[str, torch.Tensor]
 WIDTH = 64
@@ -95,33 +96,13 @@ def same(one: Weights, other: Weights) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.fixture(scope="module")
-def config() -> VllmConfig:
-    made = VllmConfig()
-    made.model_config = SimpleNamespace(dtype=torch.float32)
-    return made
-
-
 @pytest.fixture
 def engine(config: VllmConfig) -> Callable[[float], Model]:
-    def fresh(number: float) -> Model:
-        model = Model()
-        record_metadata_for_reloading(model)
-        with set_current_vllm_config(config), torch.no_grad():
-            model.load_weights(weights(number).items())
-            model.qk.quant_method.process_weights_after_loading(model.qk)
-        return model
-
-    return fresh
+    return lambda number: loaded(Model(), config, weights(number))
 
 
-def updated(model: Model, config: VllmConfig, trainer: Trainer, sent: Weights) -> RolloutExecutor:
-    adapter = VLLMReloadAdapter(model, config)
-    executor = RolloutExecutor(
-        weight_bridge=trainer.bridge, weight_install_adapter=adapter, suspicious="off"
-    )
-    executor.update_weights(trainer.publish(sent))
-    return executor
+def updated(model: Model, config: VllmConfig, trainer: Trainer, sent: Weights) -> InstallProof:
+    return update(VLLMReloadAdapter, model, config, trainer, sent).proof
 
 
 def test_it_is_a_fresh_engine_and_only_what_is_computed_is_unproven(
@@ -132,12 +113,10 @@ def test_it_is_a_fresh_engine_and_only_what_is_computed_is_unproven(
 ) -> None:
     model = engine(1)
     with caplog.at_level(logging.WARNING, logger="rl_bridge"):
-        executor = updated(model, config, trainer, weights(2))
+        proof = updated(model, config, trainer, weights(2))
     message = caplog.records[-1].getMessage()
     assert message.endswith("what 1 layers hold cannot be read back, so it is unproven: mixer")
     assert same(content(model), content(engine(2)))
-    assert executor.last_ack is not None
-    proof = executor.last_ack.proof
     assert (proof.method, proof.root) == ("unproven", "")
     assert proof.tensors == 3  # q, k and D
 

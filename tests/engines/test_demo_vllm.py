@@ -24,6 +24,7 @@ def below(pid: int) -> set[str]:
 
 
 @pytest.mark.timeout(420)
+@pytest.mark.full  # the others are longer runs
 def test_a_short_run_keeps_every_promise(tmp_path: Path) -> None:
     run_shortly(Engine.VLLM, tmp_path, product="vLLM 0.", processes=2, fails=FAILS)
 

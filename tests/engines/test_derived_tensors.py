@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.v1.attention.backends import cpu_attn
 
-from rl_bridge import RolloutExecutor, WeightUpdateManifest
+from rl_bridge import Acknowledgement, RolloutExecutor
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
 from rl_bridge.errors import IncompatibleUpdate
@@ -125,7 +125,7 @@ def config() -> VllmConfig:
     return made
 
 
-def loaded(model: Model, config: VllmConfig, weights: dict[str, torch.Tensor]) -> Any:
+def loaded(model: Any, config: VllmConfig, weights: dict[str, torch.Tensor]) -> Any:
     record_metadata_for_reloading(model)
     with set_current_vllm_config(config), torch.no_grad():
         model.load_weights(weights.items())
@@ -137,16 +137,19 @@ def loaded(model: Model, config: VllmConfig, weights: dict[str, torch.Tensor]) -
 
 
 def update(
-    way: Any, model: Model, config: VllmConfig, trainer: Trainer, sent: dict[str, torch.Tensor]
-) -> WeightUpdateManifest:
+    way: Any,
+    model: torch.nn.Module,
+    config: VllmConfig,
+    trainer: Trainer,
+    sent: dict[str, torch.Tensor],
+) -> Acknowledgement:
     adapter = way(model, config)
     executor = RolloutExecutor(
         weight_bridge=trainer.bridge, weight_install_adapter=adapter, suspicious="off"
     )
-    manifest = trainer.publish(sent)
-    executor.update_weights(manifest)
+    executor.update_weights(trainer.publish(sent))
     assert executor.last_ack is not None
-    return manifest
+    return executor.last_ack
 
 
 def taps(dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:

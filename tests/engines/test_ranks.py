@@ -7,7 +7,6 @@ what the others said is taken for the answers to the next calls.
 """
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import WeightBridgeError
 from rl_bridge.engines import EngineDriver, default_label
-from rl_bridge.errors import ChecksumMismatch, IncompatibleUpdate
+from rl_bridge.errors import ChecksumMismatch
 from rl_bridge.testing import EngineSuite, EngineUnderTest
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
@@ -215,6 +213,9 @@ def test_all_ranks_may_fail_at_once(engine: Bench) -> None:
     engine.check("the next update")
 
 
+# ---- vLLM's own calls ---------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("rank", "step"),
     few_of(itertools.product((0, 1), STEPS[1::2]), (0, STEPS[1]), (1, STEPS[7])),
@@ -238,26 +239,6 @@ def test_requests_under_way_do_not_notice_that_a_rank_failed(
     assert states(engine) == before
 
 
-@pytest.mark.parametrize(("of", "rank"), [("files", 0), ("memory", 1)])
-def test_a_rank_that_is_short_of_something_takes_the_others_back(
-    engine: Bench, of: str, rank: int
-) -> None:
-    engine.update()
-    before = states(engine)
-    with Trainer() as another:  # of whom nothing is open yet: else nothing has to be opened
-        manifest = another.publish(engine.next())
-        engine.llm.collective_rpc("starve", args=(of, rank))
-        try:
-            with pytest.raises(WeightBridgeError, match=f"rank {rank}: "):
-                engine.executor.update_weights(manifest)
-            assert states(engine) == before
-        finally:
-            engine.llm.collective_rpc("feed")
-    engine.check(f"rank {rank} had no {of}")
-    engine.update()
-    engine.check("the next update")
-
-
 def test_a_byte_that_went_bad_is_found_by_the_ranks_and_told_to_the_trainer(
     engine: Bench,
 ) -> None:
@@ -279,9 +260,6 @@ def test_a_byte_that_went_bad_is_found_by_the_ranks_and_told_to_the_trainer(
         assert name in reason
     assert states(engine) == before
     engine.check("the ranks refused it")
-
-
-# ---- vLLM's own calls ---------------------------------------------------------------------------
 
 
 def damaged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -353,24 +331,6 @@ def test_finishing_behind_a_refusal_is_one_error_and_the_ranks_stay_in_step(
         with pytest.raises(Exception, match="without a matching start"):
             llm.finish_weight_update("v")
     assert answers(llm) == old
-    native_update(llm, trainer.publish(weights[1]))
-    assert answers(llm) != old
-
-
-def test_what_was_taken_back_leaves_no_label(
-    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
-) -> None:
-    with executor_for(llm) as executor:
-        executor.update_weights(trainer.publish(weights[0]))
-        old, label = answers(llm), llm.get_weight_version()
-    llm.start_weight_update()
-    llm.update_weights(info(trainer.publish(weights[1])))
-    llm.collective_rpc("forget_proof", args=(0,))  # as if a dead driver's rank got no further
-    with executor_for(llm) as executor, pytest.raises(IncompatibleUpdate, match="NaN"):
-        executor.update_weights(trainer.publish(damaged(weights[1])))
-    assert (answers(llm), llm.get_weight_version()) == (old, label)
-    with pytest.raises(Exception, match="no update is installed"):  # the session is still open
-        llm.finish_weight_update()
     native_update(llm, trainer.publish(weights[1]))
     assert answers(llm) != old
 
@@ -447,44 +407,3 @@ def test_an_update_info_that_is_none_is_one_error(llm: Any, given: object) -> No
     assert told(llm) == before
     with pytest.raises(Exception, match="without a matching start"):
         llm.finish_weight_update("v")
-
-
-# ---- two drivers --------------------------------------------------------------------------------
-
-
-def test_a_second_driver_is_refused_by_name_and_touches_nothing(
-    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
-) -> None:
-    one, other = VLLMEngineAdapter(llm), VLLMEngineAdapter(llm)
-    mine, theirs = trainer.publish(weights[0]), trainer.publish(weights[1])
-    one.prepare(mine, {})
-    old = answers(llm)
-    steps: list[Callable[[], object]] = [
-        lambda: other.prepare(theirs, {}),
-        lambda: native_refused(llm, theirs),
-    ]
-    for step in steps:
-        with pytest.raises(Exception, match=rf"driver .*process {os.getpid()} on .* has this"):
-            step()
-    assert {reply["pending"] for reply in told(llm)} == {mine.update_id}
-    assert answers(llm) == old
-    one.install(mine, {})
-    one.resume()
-    one.commit()
-    one.close()
-    native_update(llm, theirs)
-    assert {reply["update_id"] for reply in told(llm)} == {theirs.update_id}
-
-
-def native_refused(llm: Any, manifest: Any) -> None:
-    llm.start_weight_update()
-    llm.update_weights(info(manifest))
-
-
-def test_finishing_without_an_update_is_an_error_and_ends_the_session(
-    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
-) -> None:
-    llm.start_weight_update()
-    with pytest.raises(Exception, match="no update is installed"):
-        llm.finish_weight_update("nothing")
-    native_update(llm, trainer.publish(weights[1]))

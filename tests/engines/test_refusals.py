@@ -1,15 +1,14 @@
 """Updates that do not fit are refused before anything changes, by name, expected and got."""
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from rl_bridge import WeightUpdateManifest
 from rl_bridge.errors import IncompatibleUpdate
-from tests.engines.drive import Setting, executor_for, model_of, native_update
+from tests.engines.drive import Setting, executor_for, native_update
 from tests.engines.engines import Bench, bench
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References
@@ -166,31 +165,3 @@ def test_a_number_that_the_engines_dtype_cannot_hold_is_refused(engine: Bench, p
         pytest.raises(IncompatibleUpdate, match=rf"{name!r} has numbers from .* to 1e\+300"),
     ):
         casting.update_weights(engine.trainer.publish(sent))
-
-
-def test_a_buffer_that_checkpoints_load_is_named_with_the_way_that_takes_it(
-    engine: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = model_of(engine.llm)
-    real = type(model).load_weights
-
-    def load(self: Any, given: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        rest = []
-        for name, tensor in given:
-            if name == "rotation":
-                self.rotation.copy_(tensor)
-            else:
-                rest.append((name, tensor))
-        return real(self, rest)
-
-    model.register_buffer("rotation", torch.zeros(4))
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(type(model), "load_weights", load)
-            text = refuse(engine, engine.next(rotation=torch.ones(4)))
-        assert "buffer 'rotation' is loaded from the checkpoint" in text
-        assert "staging='reload'" in text
-        assert "nowhere" not in text
-        assert not model.rotation.any()
-    finally:
-        del model.rotation

@@ -21,7 +21,6 @@ from rl_bridge.engines.vllm.compat import VLLMCompat
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
-from rl_bridge.vllm import VLLMEngineAdapter, VLLMServing
 from tests.engines.drive import Answers, Setting, answers, model_of, start
 from tests.engines.matrix import few_of
 from tests.engines.models import Checkpoints, Kind
@@ -77,13 +76,16 @@ def quantized(path: str, home: Path) -> str:
 
 
 class Served:
-    """An engine in this process, the weights of two versions, and what fresh engines answer."""
+    """An engine, the weights of two versions, and what fresh engines answer."""
 
     def __init__(self, llm: Any, weights: list[dict[str, torch.Tensor]], fresh: list[Answers]):
         """Take what the fixture started."""
         self.llm, self.weights, self.fresh = llm, weights, fresh
-        self.model = model_of(llm)
         self.config = llm.llm_engine.vllm_config
+
+    @property
+    def model(self) -> Any:
+        return model_of(self.llm)
 
     def adapter(self, **options: Any) -> VLLMReloadAdapter:
         return VLLMReloadAdapter(self.model, self.config, **options)
@@ -99,7 +101,7 @@ def serve(paths: list[str], setting: Setting) -> Iterator[Served]:
         yield Served(llm, weights, fresh)
 
 
-@pytest.fixture(scope="module", params=["tied", "int8"])
+@pytest.fixture(scope="module", params=[pytest.param("tied", marks=pytest.mark.full), "int8"])
 def served(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, tmp_path_factory: Any
 ) -> Iterator[Served]:
@@ -400,10 +402,3 @@ def test_a_reload_that_somebody_else_left_half_way_is_refused(
             served.adapter().prepare(trainer.publish(served.weights[1]), served.weights[1])
     finally:
         info.reset()
-
-
-@pytest.mark.parametrize("wrong", [{"pause": None}, {"cast": True}])
-def test_a_reload_needs_a_pause_and_takes_no_cast(wrong: dict[str, Any]) -> None:
-    options = {"serving": VLLMServing(pause=None)} if "pause" in wrong else wrong
-    with pytest.raises(ValueError, match="staging='reload'"):
-        VLLMEngineAdapter("http://127.0.0.1:1", staging="reload", **options)

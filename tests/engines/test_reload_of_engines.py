@@ -1,16 +1,13 @@
 """A whole engine of a quantized model, two ranks, updated by vLLM's own reload: all or none."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from rl_bridge.errors import IncompatibleUpdate
-from tests.engines.drive import Answers, Setting, answers, executor_for, native_update, start
+from tests.engines.drive import Setting, answers, executor_for, native_update
 from tests.engines.models import Checkpoints, Kind
-from tests.engines.test_reload import WITH_INT8, quantized
+from tests.engines.test_reload import WITH_INT8, Served, quantized, serve
 from tests.engines.trainer import Trainer
 
 pytestmark = pytest.mark.full  # that ranks decide together is tried in `test_ranks.py`
@@ -18,44 +15,17 @@ SETTING = Setting(Kind("qwen2", dtype=WITH_INT8), in_process=False, ranks=2)
 
 
 @pytest.fixture(scope="module")
-def paths(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def served(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("int8")
-    return [quantized(checkpoints.path(SETTING.kind, n), home / str(n)) for n in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def second(paths: list[str]) -> Answers:
-    with start(SETTING, paths[1]) as llm:
-        return answers(llm)
-
-
-@pytest.fixture(scope="module")
-def engine(paths: list[str], second: Answers) -> Iterator[tuple[Any, list[Answers]]]:
-    with start(SETTING, paths[0]) as made:
-        first = answers(made)
-        assert first != second
-        yield made, [first, second]
-
-
-@pytest.fixture
-def llm(engine: tuple[Any, list[Answers]]) -> Any:
-    return engine[0]
-
-
-@pytest.fixture
-def fresh(engine: tuple[Any, list[Answers]]) -> list[Answers]:
-    return engine[1]
-
-
-@pytest.fixture(scope="module")
-def weights(paths: list[str]) -> list[dict[str, torch.Tensor]]:
-    return [load_file(f"{path}/model.safetensors") for path in paths]
+    paths = [quantized(checkpoints.path(SETTING.kind, n), home / str(n)) for n in (0, 1)]
+    yield from serve(paths, SETTING)
 
 
 @pytest.mark.timeout(300)  # two engines start
 def test_it_is_a_fresh_engine_after_each_update_and_claims_no_proof(
-    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]], fresh: list[Answers]
+    served: Served, trainer: Trainer
 ) -> None:
+    llm, weights, fresh = served.llm, served.weights, served.fresh
     with executor_for(llm) as executor, pytest.raises(IncompatibleUpdate, match="staging='reload'"):
         executor.update_weights(trainer.publish(weights[1]))
     assert answers(llm) == fresh[0]
@@ -72,12 +42,9 @@ def test_it_is_a_fresh_engine_after_each_update_and_claims_no_proof(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_takes_the_other_back(
-    llm: Any,
-    trainer: Trainer,
-    weights: list[dict[str, torch.Tensor]],
-    fresh: list[Answers],
-    rank: int,
+    served: Served, trainer: Trainer, rank: int
 ) -> None:
+    llm, weights, fresh = served.llm, served.weights, served.fresh
     with executor_for(llm, staging="reload") as executor:
         executor.update_weights(trainer.publish(weights[0]))
         for nth in (1, 2):  # behind vLLM's reload: while it is proven
@@ -91,8 +58,9 @@ def test_a_rank_that_fails_takes_the_other_back(
 
 
 def test_vllms_own_calls_are_refused_where_the_executor_reloads(
-    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]], fresh: list[Answers]
+    served: Served, trainer: Trainer
 ) -> None:
+    llm, weights, fresh = served.llm, served.weights, served.fresh
     with executor_for(llm, staging="reload") as executor:
         executor.update_weights(trainer.publish(weights[0]))
     with pytest.raises(Exception, match="by reloads"):

@@ -9,7 +9,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,11 @@ from rl_bridge import (
     TornEngine,
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
-    make_weight_bridge,
 )
 from rl_bridge.engines import EngineDriver, default_label
 from rl_bridge.engines.vllm.client import connect
 from rl_bridge.testing import EngineSuite, EngineUnderTest
 from rl_bridge.testing.engine_faults import FAULT
-from rl_bridge.testing.engine_suite import ShardedTrainer
 from rl_bridge.testing.processes import until
 from rl_bridge.vllm import VLLMEngineAdapter, VLLMServing
 from tests.engines.drive import PROMPTS, Setting, executor_for
@@ -37,6 +35,7 @@ from tests.engines.references import References
 from tests.engines.served import DEV, Served, served
 from tests.engines.stand import Stand, label_of
 from tests.engines.trainer import Trainer
+from tests.in_ci import TOGETHER
 
 SETTING = Setting(Kind("qwen3", tied=True), in_process=False)
 REPLICAS = (0, 1)
@@ -82,6 +81,7 @@ class TestReplicas(EngineSuite):
     kills = ("install",)
     every = 4
     asks_each_call = False
+    in_ci = TOGETHER
 
     @pytest.fixture(autouse=True)
     def models(self, checkpoints: Checkpoints) -> None:
@@ -104,14 +104,6 @@ class TestReplicas(EngineSuite):
 
     def in_ranks(self, engine: Looped, text: str) -> list[str]:
         return ask_all(engine, "in_rank", text)
-
-    @FULL  # two engines more; a replica that is killed between updates is below
-    def test_a_rank_that_is_killed_is_a_typed_error_and_a_fresh_engine_takes_the_version(
-        self, running: EngineUnderTest
-    ) -> None:
-        super().test_a_rank_that_is_killed_is_a_typed_error_and_a_fresh_engine_takes_the_version(
-            running
-        )
 
 
 @FULL  # two replicas on two ranks each
@@ -181,30 +173,6 @@ def test_each_request_of_each_replica_is_answered_by_one_version(
         for replica in REPLICAS:
             (span,) = engine.ask(PROMPTS[0], 8, replica).result().outputs[0].weight_versions
             assert span.version == label_of(new if fails is None else old)
-
-
-def test_what_two_trainer_ranks_publish_is_installed_on_all_replicas_or_on_none(
-    engine: Looped, running: EngineUnderTest, checkpoints: Checkpoints
-) -> None:
-    weights = weights_of(checkpoints)
-    with ExitStack() as stack:
-        bridges = [
-            stack.enter_context(
-                make_weight_bridge("shared-memory", source_worker="trainer", source_rank=rank)
-            )
-            for rank in range(2)
-        ]
-        trainer = ShardedTrainer(bridges)
-        executor = stack.enter_context(executor_for(engine.llm, loop=engine.loop))
-        executor.update_weights(trainer.publish(weights[0], weight_version=1))
-        assert answers(engine) == running.fresh[0]
-        ask_all(engine, "in_rank", planted("prove", 1))
-        with pytest.raises(WeightUpdateRejectedError, match=f"rank 1: .*{FAULT}"):
-            executor.update_weights(trainer.publish(weights[1], weight_version=2))
-        ask_all(engine, "in_rank", '{"ask": "uproot"}')
-        assert answers(engine) == running.fresh[0]
-        executor.update_weights(trainer.publish(weights[1], weight_version=3))
-        assert answers(engine) == running.fresh[1]
 
 
 def test_vllm_tells_what_the_first_replica_said_and_a_driver_hears_all(engine: Looped) -> None:

@@ -35,6 +35,7 @@ from tests.engines.stand import Stand, label_of
 from tests.engines.trainer import Trainer
 from tests.helpers import stop
 from tests.remote.process import SidecarProcess, make_key
+from tests.trainers_torch.worlds import World
 
 SETTING = Setting(Kind("llama"), in_process=False)
 DEADLINE_S = 60
@@ -132,6 +133,24 @@ def test_it_is_a_fresh_engine_after_updates_by_its_own_routes(stand: OnServer) -
         assert server.call("start_weight_update").is_success
         assert not server.call("update_weights", json=info).is_success
         assert server.answers() == stand.fresh[stand.holds]
+
+
+def test_skyrl_updates_a_server_by_its_own_policy_worker(
+    checkpoints: Checkpoints, stand: OnServer, tmp_path: Path
+) -> None:
+    trainer = World(1, tmp_path, "tests.integrations.framework_ranks")
+    trainer.run("skyrl_begins", url=stand.engine.url)
+    for number in (1, 0, 1):
+        assert trainer.run("sync", path=checkpoints.path(SETTING.kind, number)) == [""]
+        stand.holds = number
+        stand.check()
+        name = next(iter(stand.weights[0]))
+        path = checkpoints.path(SETTING.kind, 1 - number)
+        (refused,) = trainer.run("sync", path=path, damaged=name)
+        assert name in refused
+        stand.check()
+    trainer.run("leave_engines")
+    trainer.leave()
 
 
 def test_requests_under_way_change_version_at_a_token_that_they_tell(

@@ -146,23 +146,11 @@ def test_a_connection_that_could_not_be_opened_for_a_shortage_is_no_lost_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(socket, "create_connection", exhausted)
-    client = ServerClient("http://127.0.0.1:9", WAIT_S)
-    with pytest.raises(WeightBridgeUnavailableError, match="Nothing was sent"):
+    with (
+        closing(ServerClient("http://127.0.0.1:9", WAIT_S)) as client,
+        pytest.raises(WeightBridgeUnavailableError, match=r"could not be sent: .*Close files"),
+    ):
         client.call("describe", {}, client.timeout_s)
-    client.close()
-
-
-def test_a_driver_that_can_start_no_thread_is_told_that_nothing_was_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    client = ServerClient("http://127.0.0.1:9", WAIT_S)
-    monkeypatch.setattr(threading.Thread, "start", fails)
-    with pytest.raises(WeightBridgeUnavailableError, match=r"no thread .*can't start new"):
-        client.call("describe", {}, client.timeout_s)
-    client.close()
 
 
 def test_a_server_that_answers_by_the_byte_is_not_waited_for_beyond_the_deadline() -> None:

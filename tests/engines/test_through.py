@@ -11,7 +11,7 @@ import torch
 
 from rl_bridge import RolloutExecutor, WeightUpdateRejectedError, make_weight_bridge
 from rl_bridge.engines.load_plan import LoadPlan
-from rl_bridge.engines.through import layers_of
+from rl_bridge.engines.model_installer import layers_of
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from tests.engines.drive import Setting, executor_for, model_of
@@ -23,7 +23,7 @@ from tests.peaks import peak_nbytes
 
 KINDS = [
     Kind("qwen3", tied=True),
-    Kind("qwen2", dtype="bfloat16"),
+    pytest.param(Kind("qwen2", dtype="bfloat16"), marks=pytest.mark.full),
     Kind("moe"),
 ]
 
@@ -56,8 +56,20 @@ def test_versions_that_take_turns_answer_as_fresh_engines(engine: Bench) -> None
             assert ack.proof.method == "digest+canary"
 
 
-@pytest.mark.parametrize("updates", [0, 1], ids=["the first", "later"])
-@pytest.mark.parametrize("point", ["layer", "half a layer", "process", "pack"])
+@pytest.mark.parametrize(
+    ("point", "updates"),
+    [
+        pytest.param("layer", 0, id="layer-the first"),
+        *(
+            pytest.param(point, 1, id=f"{point}-later")
+            for point in ("layer", "half a layer", "process", "pack")
+        ),
+        *(
+            pytest.param(point, 0, id=f"{point}-the first", marks=pytest.mark.full)
+            for point in ("half a layer", "process", "pack")
+        ),
+    ],
+)
 def test_a_fault_at_every_layer_is_undone(engine: Bench, point: str, updates: int) -> None:
     for nth in itertools.count():
         assert nth < 200

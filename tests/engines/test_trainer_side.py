@@ -71,15 +71,14 @@ class OwnClient:
             raise errors[0]
 
 
-def made(model: Model, client: Any, rank: int = 0, **options: Any) -> Any:
+def made(source: Any, client: Any, rank: int = 0, **options: Any) -> Any:
     """Follow vLLM's documentation, with our init info."""
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     info = RLBridgeTrainerInitInfo(rank=rank, **options)
-    return WeightTransferTrainerFactory.trainer_init(
-        info, client=client, source=ModuleSource(model)
-    )
+    source = ModuleSource(source) if isinstance(source, Model) else source
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
 
 @pytest.fixture(scope="module")
@@ -191,19 +190,13 @@ class Counted:
 def test_each_rank_reads_the_whole_source_and_only_the_first_one_calls(
     weights: list[dict[str, torch.Tensor]],
 ) -> None:
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
     pairs = list(weights[0].items())
     follower, refused = Counted(pairs), Counted([("no tensor", 3), *pairs])
     silent: Any = object()  # has no method that could be called
-    one = WeightTransferTrainerFactory.trainer_init(
-        RLBridgeTrainerInitInfo(rank=1), client=silent, source=follower
-    )
+    one = made(follower, silent, rank=1)
     one.send_weights()
     assert (one.bridge, follower.read) == (None, len(pairs))
-    first = WeightTransferTrainerFactory.trainer_init(
-        RLBridgeTrainerInitInfo(rank=0), client=OwnClient([]), source=refused
-    )
+    first = made(refused, OwnClient([]))
     with pytest.raises(IncompatibleUpdate, match="no tensor"):
         first.send_weights()
     assert refused.read == len(refused.pairs)
@@ -212,7 +205,6 @@ def test_each_rank_reads_the_whole_source_and_only_the_first_one_calls(
 
 def test_a_source_of_parts_is_refused_by_what_to_use_instead() -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     class Part(ModuleSource):  # type: ignore[misc]  # vLLM has no types here
         def held_names(self) -> set[str]:
@@ -221,10 +213,9 @@ def test_a_source_of_parts_is_refused_by_what_to_use_instead() -> None:
         def owned_names(self, rank: int) -> list[str]:  # since vLLM 0.33
             return [] if rank == 0 else ["one"]
 
-    info = RLBridgeTrainerInitInfo(rank=0)
     for source in (None, Part(torch.nn.Linear(2, 2))):
         with pytest.raises(ValueError, match="GroupPublisher"):
-            WeightTransferTrainerFactory.trainer_init(info, client=OwnClient([]), source=source)
+            made(source, OwnClient([]))
 
 
 class OwnedSource:
@@ -251,13 +242,9 @@ class OwnedSource:
 def test_a_source_that_says_who_owns_what_is_read_by_its_own_iterator(
     weights: list[dict[str, torch.Tensor]],
 ) -> None:
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
     pairs, silent = list(weights[0].items()), object()
     source = OwnedSource(pairs, {0})
-    engine = WeightTransferTrainerFactory.trainer_init(
-        RLBridgeTrainerInitInfo(rank=1), client=silent, source=source
-    )
+    engine = made(source, silent, rank=1)
     engine.send_weights()
     assert (engine.rank, source.read) == (1, len(pairs))
 
@@ -269,10 +256,7 @@ def test_a_source_that_says_who_owns_what_is_read_by_its_own_iterator(
 def test_all_ranks_refuse_a_source_that_rank_0_cannot_publish(
     rank: int, owners: set[int], whole: bool, said: str
 ) -> None:
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
     pairs = [("one", torch.zeros(1)), ("two", torch.zeros(1))]
     source = OwnedSource(pairs, owners, whole=whole)
-    info = RLBridgeTrainerInitInfo(rank=rank)
     with pytest.raises(ValueError, match=f"{said}.*GroupPublisher"):
-        WeightTransferTrainerFactory.trainer_init(info, client=OwnClient([]), source=source)
+        made(source, OwnClient([]), rank)

@@ -1,5 +1,6 @@
 """More traps, with engines of their own: packed experts, and adapters over a base that changes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def test_adapters_stay_over_updates_of_their_base(
 
 
 def test_a_bias_that_vllm_keeps_wider_than_it_is_loaded_is_that_of_a_fresh_engine(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from vllm.model_executor.layers import utils
 
@@ -68,7 +69,7 @@ def test_a_bias_that_vllm_keeps_wider_than_it_is_loaded_is_that_of_a_fresh_engin
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", widened)
     setting = Setting(Kind("qwen2", dtype="bfloat16"))
-    with bench(setting, checkpoints, References(checkpoints)) as engine:
+    with bench(setting, checkpoints, References(checkpoints, tmp_path)) as engine:
         biases = [p for n, p in model_of(engine.llm).named_parameters() if n.endswith(".bias")]
         assert {bias.dtype for bias in biases} == {torch.float32}
         for by in ("executor", "vLLM's calls", "executor"):

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = ROOT / "tests" / "frameworks" / "stand_ins"
 """Says that vLLM is installed: its CPU build has another name, which verl does not look for."""
 RANKS = 2
-SECONDS = 20.0
-START_S = 120
+SECONDS = 60.0
+START_S = 240
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +167,49 @@ def test_a_step_that_was_sent_already_is_refused(kept: Synced) -> None:
     with pytest.raises(WeightBridgeError, match="30"):
         kept.update(30, numbers(31))
     assert all(same(one, numbers(30)) for one in loaded(kept))
+
+
+# ---- several servers -----------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(START_S)
+def test_a_step_that_one_of_two_servers_refuses_is_installed_by_none(
+    cluster: None, checkpoint: str
+) -> None:
+    import ray
+    from verl.checkpoint_engine import CheckpointEngineManager
+
+    from tests.frameworks.verl_ranks import Server, TrainerRank, Updating, group, replica
+
+    sync, rollout, model = configured(checkpoint)
+    kind = ray.remote(Server)
+    servers = [
+        kind.options(name=f"vllm_server_{one}_0", num_cpus=0).remote("127.0.0.1", 1)
+        for one in (0, 1)
+    ]
+    trainer = group(TrainerRank, 1, config=sync)
+    facts = {"rollout_config": rollout, "model_config": model}
+    groups = [group(Updating, 1, **facts, replica_rank=one) for one in (0, 1)]
+    rollouts = [replica(one.workers, rollout, model, number) for number, one in enumerate(groups)]
+    manager = CheckpointEngineManager(sync, trainer, rollouts)
+    held = []
+    try:
+        for step, fails in enumerate(("", "prepare", "install", "")):
+            groups[1].fail(fails)
+            value = float(step + 1)
+            weights = {"weight": torch.full((4, 4), value), "bias": torch.zeros(4)}
+            trainer.set_weights(weights)
+            if fails:
+                with pytest.raises((RuntimeError, WeightBridgeError), match=f"planted in {fails}"):
+                    manager.update_weights(global_steps=step)
+            else:
+                assert manager.update_weights(global_steps=step)["rl_bridge/engines_proven"] == 2
+            held.append([one.held()[0] for one in groups])
+        assert held == [[1, 1], [1, 1], [3, 1], [4, 4]]
+    finally:
+        workers = [one for group_ in (trainer, *groups) for one in group_.workers]
+        for one in (*workers, *servers):
+            ray.kill(one)
 
 
 # ---- a real vLLM server --------------------------------------------------------------------------

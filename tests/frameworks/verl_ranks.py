@@ -12,6 +12,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.utils.import_utils import import_external_libs
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
+from rl_bridge import ModuleInstallAdapter
 from rl_bridge.testing import BridgeOver, FaultInjecting
 
 
@@ -54,8 +55,7 @@ class TrainerRank(Worker):  # type: ignore[misc]  # verl has no types here
             if self.fault == "killed" and self.given == 1 and self.rank == 0:
                 os._exit(9)
             if self.fault == "raises" and self.given == 1 and self.rank == 0:
-                msg = "a shard is missing"
-                raise OSError(msg)
+                raise OSError("a shard is missing")
             self.given += 1
             yield name, tensor
 
@@ -97,6 +97,48 @@ class Rollout(CheckpointEngineWorker):  # type: ignore[misc]  # as above
         return dict(self.server_adapter.loaded)
 
 
+class Engine(ModuleInstallAdapter):
+    """An engine of a vLLM server's kind: a module, which may fail at a step."""
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(4, 4)
+        self.fails = ""
+        super().__init__(self.module, mode="copy")
+
+    def prepare(self, *given: Any) -> Any:
+        self._fail("prepare")
+        return super().prepare(*given)
+
+    def install(self, *given: Any) -> Any:
+        self._fail("install")
+        return super().install(*given)
+
+    def _fail(self, step: str) -> None:
+        if step == self.fails:
+            raise RuntimeError(f"planted in {step}")
+
+
+class Updating(CheckpointEngineWorker):  # type: ignore[misc]  # as above
+    """verl's worker with its adapter of a vLLM server, whose engine is that module."""
+
+    def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int) -> None:
+        from rl_bridge.compat import verl
+
+        self.engine = Engine()
+        vars(verl)["VLLMEngineAdapter"] = lambda *_, **__: self.engine
+        super().__init__(rollout_config, model_config, replica_rank=replica_rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]  # as above
+    def fail(self, step: str) -> None:
+        """Fail at this step from now on."""
+        self.engine.fails = step
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]  # as above
+    def held(self) -> float:
+        """What its engine has."""
+        return float(self.engine.module.weight[0, 0])
+
+
 class Server:
     """A named actor in the place of verl's ``vLLMHttpServer``: it has the URL of a real server."""
 
@@ -132,8 +174,8 @@ def group(kind: type, size: int, **facts: Any) -> RayWorkerGroup:
     return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name="cpu")
 
 
-def replica(workers: list[Any], config: Any, model_config: Any) -> Replica:
+def replica(workers: list[Any], config: Any, model_config: Any, number: int = 0) -> Replica:
     """One rollout of these workers."""
-    made = Replica(replica_rank=0, config=config, model_config=model_config)
+    made = Replica(replica_rank=number, config=config, model_config=model_config)
     made.workers = workers
     return made

@@ -228,3 +228,9 @@ def test_an_overlap_is_found_behind_many_boxes_that_have_none() -> None:
     row = [box_of((at, 0), (1, 2)) for at in range(2000)]
     assert find_overlap(row) is None
     assert find_overlap([*row, box_of((1999, 1), (1, 1))]) == (1999, 2000)
+
+
+def test_a_box_without_elements_has_no_gap_and_no_range_of_them_no_boxes() -> None:
+    assert find_gap(box_of((0, 0), (0, 4)), []) is None
+    assert find_gap(box_of((0, 0), (2, 4)), []) == box_of((0, 0), (2, 4))
+    assert flat_boxes(3, 3, (2, 4)) == []

@@ -1,10 +1,9 @@
 """Importing a group: what arrives, what is checked, what is refused, who is told, what is left."""
 
 import gc
-import resource
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.assembly.end import GroupEnd
 from rl_bridge.assembly.wanted import TensorParallel, Wanted, everything, parallel, slices
-from rl_bridge.bridge.consumer import REMEMBERED
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
@@ -27,7 +25,6 @@ from rl_bridge.errors import (
     SlotsExhausted,
     StaleUpdate,
     TransportUnavailable,
-    WeightBridgeError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.groups import GroupBridge
@@ -90,36 +87,6 @@ def test_an_executor_takes_a_group_as_it_is(mode: str) -> None:
             assert executor.active_weight_version == version
             assert executor.active_weight_update_id == manifest.update_id
             group.release(manifest)
-
-
-def test_a_failed_install_leaves_the_version_before() -> None:
-    engine = {name: torch.zeros_like(tensor).contiguous() for name, tensor in expected(0).items()}
-
-    class Failing(ModuleInstallAdapter):
-        fails = False
-
-        def install(self, manifest: object, tensors: object) -> None:
-            super().install(manifest, tensors)  # type: ignore[arg-type]
-            if self.fails:
-                raise OSError("no more")
-
-    with trainers(2) as group, GroupBridge(parallel(tensor=HALF)) as bridge:
-        adapter = Failing(engine)
-        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
-        executor.update_weights(group.publish(shards(1), 1))
-        adapter.fails = True
-        second = group.publish(shards(2), 2)
-        with pytest.raises(OSError, match="no more"):
-            executor.update_weights(second)
-        assert same(engine, expected(1))
-        assert executor.active_weight_version == 1
-        for publisher in group.publishers:
-            (report,) = publisher.consumers(second)
-            assert report.state == "rejected"
-            assert "no more" in (report.reason or "")
-        adapter.fails = False
-        executor.update_weights(group.publish(shards(3), 3))
-        assert same(engine, expected(3))
 
 
 def test_every_rank_hears_what_became_of_a_version() -> None:
@@ -314,27 +281,6 @@ def test_a_missing_wanted_tensor_is_reported_to_the_publishers() -> None:
         assert (report.state, "lm_head" in (report.reason or "")) == ("rejected", True)
 
 
-def test_a_stale_version_is_refused_before_anything_is_assembled() -> None:
-    with trainers(2) as group, GroupBridge() as bridge:
-        first, second = (group.publish(shards(n), n) for n in (1, 2))
-        bridge.import_update(second)
-        bridge.acknowledge(second)
-        with pytest.raises(StaleUpdate, match="version 2 of publisher"):
-            bridge.import_update(first)
-        (report,) = group.publishers[0].consumers(first)
-        assert (report.state, "StaleUpdate" in (report.reason or "")) == ("rejected", True)
-
-
-def test_a_version_can_be_rejected_unseen() -> None:
-    with trainers(2) as group, GroupBridge() as bridge:
-        manifest = group.publish(shards(1), 1)
-        bridge.reject(manifest, "not today")
-        for publisher in group.publishers:
-            assert [one.reason for one in publisher.consumers(manifest)] == ["not today"]
-        with pytest.raises(WeightUpdateRejectedError, match="was rejected"):
-            bridge.import_update(manifest)
-
-
 def test_a_withdrawn_version_cannot_be_imported_and_the_one_before_stays() -> None:
     with trainers(2, max_slots=2) as group, GroupBridge() as bridge:
         first = group.publish(shards(1), 1)
@@ -417,13 +363,6 @@ def test_a_bridge_refuses_parts_that_travel_by_another_transport() -> None:
         with pytest.raises(ForeignTransport, match="import it by rl_bridge"):
             bridge.import_update(manifest)
         assert group.publishers[0].consumers(manifest) == []
-
-
-def test_options_of_parts_are_checked_when_the_bridge_is_made() -> None:
-    with pytest.raises(TypeError, match="max_slots"):
-        GroupBridge(max_slots="x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        GroupBridge(transports={"shared-memory": {"colour": "red"}})
 
 
 def test_an_interrupted_assembly_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,15 +456,6 @@ def test_a_header_that_was_sent_before_the_group_is_compared_with_its_part() -> 
             bridge.acknowledge(manifest)
 
 
-def test_a_changed_copy_is_refused_again_without_a_read() -> None:
-    with trainers(2) as group, GroupBridge() as bridge:
-        copy = elsewhere(group.publish(SHARDS, 1))
-        with pytest.raises(MalformedManifest):
-            bridge.import_update(copy)
-        with pytest.raises(WeightUpdateRejectedError, match="was rejected"):
-            bridge.import_update(copy)
-
-
 def test_a_handle_that_leads_nowhere_does_not_reject_what_was_published() -> None:
     with trainers(2) as group, GroupBridge() as bridge:
         manifest = group.publish(SHARDS, 1)
@@ -537,18 +467,6 @@ def test_a_handle_that_leads_nowhere_does_not_reject_what_was_published() -> Non
         assert report.state == "acknowledged"
 
 
-def test_a_changed_copy_does_not_replace_the_report_about_the_published_one() -> None:
-    with trainers(2) as group, GroupBridge() as bridge:
-        manifest = group.publish(SHARDS, 1)
-        bridge.import_update(manifest)
-        bridge.acknowledge(manifest)
-        bridge.release(manifest)
-        with pytest.raises(MalformedManifest):
-            bridge.import_update(elsewhere(manifest))
-        (report,) = group.publishers[1].consumers(manifest)
-        assert report.state == "released"
-
-
 def test_a_part_says_that_it_comes_with_its_group() -> None:
     with trainers(2) as group, make_weight_bridge("shared-memory") as bridge:
         manifest = group.publish(SHARDS, 1)
@@ -557,38 +475,6 @@ def test_a_part_says_that_it_comes_with_its_group() -> None:
 
 
 # ---- what this side lacks -----------------------------------------------------------------------
-
-
-def test_a_version_that_finds_no_room_may_come_again() -> None:
-    with trainers(2) as group, GroupBridge(max_slots=1) as bridge:
-        first_one = group.publish(SHARDS, 1)
-        held = bridge.import_update(first_one)
-        second = group.publish(SHARDS, 2)
-        with pytest.raises(SlotsExhausted):
-            bridge.import_update(second)
-        assert group.publishers[0].consumers(second) == []
-        bridge.release(first_one)
-        del held
-        assert torch.equal(bridge.import_update(second)["a"], model(EVEN)["a"])
-
-
-@contextmanager
-def no_more_files() -> Iterator[None]:
-    """A process that may open nothing."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_process_without_descriptors_may_import_the_version_later() -> None:
-    with trainers(2) as group, GroupBridge() as bridge:
-        manifest = group.publish(SHARDS, 1)
-        with no_more_files(), pytest.raises((OSError, WeightBridgeError)):
-            bridge.import_update(manifest)
-        assert torch.equal(bridge.import_update(manifest)["a"], model(EVEN)["a"])
 
 
 # ---- what is left behind -------------------------------------------------------------------------
@@ -634,35 +520,6 @@ def test_many_updates_leave_nothing_behind() -> None:
         assert_nothing_leaks(update, num_cycles=8)
 
 
-def test_refused_versions_leave_nothing_behind() -> None:
-    with trainers(2) as group, GroupBridge() as bridge:
-        versions = iter(range(1, 10_000))
-
-        def refuse() -> None:
-            version = next(versions)
-            manifest = group.publish(shards(version), version)
-            bridge.import_update(manifest)
-            bridge.reject(manifest, "not this one")
-            group.release(manifest)
-
-        assert_nothing_leaks(refuse, num_cycles=8)
-
-
-def test_the_active_version_is_still_reported_after_many_refused_ones() -> None:
-    with trainers(2) as group, GroupBridge() as bridge:
-        active = group.publish(shards(1), 1)
-        found = bridge.import_update(active)
-        bridge.acknowledge(active)
-        for version in range(2, 2 + 2 * REMEMBERED):
-            refused = group.publish(shards(version), version)
-            bridge.reject(refused, "not this one")
-            group.release(refused)
-        again = bridge.import_update(active)
-        assert all(torch.equal(again[name], one) for name, one in found.items())
-        bridge.release(active)
-        assert [one.state for one in group.publishers[1].consumers(active)] == ["released"]
-
-
 def test_a_bridge_that_is_dropped_is_gone_and_its_tensors_stay() -> None:
     with trainers(1) as group:
         bridge = GroupBridge()
@@ -673,17 +530,6 @@ def test_a_bridge_that_is_dropped_is_gone_and_its_tensors_stay() -> None:
         gc.collect()
         assert gone() is None
         assert torch.equal(tensor, model(SHAPES)["embed"])
-
-
-def test_tensors_outlive_a_closed_bridge() -> None:
-    with trainers(1) as group:
-        with GroupBridge() as bridge:
-            manifest = group.publish(cut(model(SHAPES), 1, {}), 1)
-            found = bridge.import_update(manifest)
-            tensor = found["layer.w"]
-        group.release(manifest)
-        assert torch.equal(tensor, model(SHAPES)["layer.w"])
-        bridge.close()
 
 
 @pytest.mark.parametrize("was_used", [True, False])

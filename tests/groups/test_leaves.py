@@ -11,7 +11,8 @@ from rl_bridge.errors import ChecksumMismatch
 from rl_bridge.manifest.digest import LEAF_NBYTES, leaf_digests
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import passes
-from rl_bridge.memory.packing import LeafPlan, checked_block
+from rl_bridge.memory.packing import checked_block
+from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.vm import tensor_at
 from tests.groups.meshes import numbered
 
@@ -79,7 +80,7 @@ def test_tied_tensors_are_in_it_once() -> None:
 @settings(deadline=None, max_examples=25)
 def test_every_leaf_of_any_tensors_is_told(sizes: list[int], data: st.DataObject) -> None:
     tensors = [bytes_of(nbytes).numpy() for nbytes in sizes]
-    plan = LeafPlan(np.array(sizes, np.uint64))
+    plan = BytePlan(np.array(sizes, np.uint64))
     found = plan.leaves(np.array([one.ctypes.data for one in tensors], np.uint64))
     expected = b"".join(leaf_digests(memoryview(one.tobytes())) for one in tensors)
     assert found.tobytes() == expected

@@ -1,10 +1,7 @@
 """The manifest of a group: what its root says; none is taken that was altered or does not fit."""
 
 import base64
-import copy
 import json
-import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -94,22 +91,13 @@ def test_a_range_that_begins_inside_a_leaf_of_its_tensor_makes_no_unsharded_root
         ]
         ranks.append(({"ab": fused}, {"ab": placed(fused, *pieces)}))
     made = published(ranks)
-    assert made.whole_digest("b") is None
+    assert made.layout.digest_plan.kinds[made.layout.places["b"]] == "cut"
     with trainers(2) as group, GroupBridge() as bridge:
         found = bridge.import_update(group.publish(ranks, 1))
         assert torch.equal(found["b"], b)
 
 
 # ---- there and back -----------------------------------------------------------------------------
-
-
-def test_copies_and_pickles_are_the_manifest() -> None:
-    made = manifest()
-    assert copy.copy(made) is made
-    assert copy.deepcopy(made) is made
-    assert pickle.loads(pickle.dumps(made)) == made
-    assert len({made, GroupManifest.from_json(made.to_json().encode())}) == 1
-    assert "2 ranks 3 tensors" in repr(made)
 
 
 def test_the_update_part_is_small_and_needs_the_layout() -> None:
@@ -195,17 +183,9 @@ ALTERED_HEADERS: list[tuple[Callable[[dict[str, Any]], object], type[Exception]]
     (swap_parts, WeightManifestValidationError),
     (other_digest, DigestMismatch),
     (lambda d: d["header"].__setitem__("root", "0" * 32), DigestMismatch),
-    (lambda d: d["header"].__setitem__("root", None), MalformedManifest),
     (lambda d: d["header"].__setitem__("update_id", "0" * 32), DigestMismatch),
     (lambda d: d["header"].__setitem__("publisher_id", "0" * 32), DigestMismatch),
-    (lambda d: d["header"].__setitem__("update_id", "../x"), MalformedManifest),
     (lambda d: d["header"].__setitem__("weight_version", 2), RanksDisagree),
-    (lambda d: d["header"].__setitem__("weight_version", True), MalformedManifest),
-    (lambda d: d["header"].__setitem__("metadata", 3), MalformedManifest),
-    (lambda d: d["header"].__setitem__("digests", "!"), MalformedManifest),
-    (lambda d: d["header"].__setitem__("more", 1), MalformedManifest),
-    (lambda d: d["header"].pop("created_at"), MalformedManifest),
-    (lambda d: d["header"].__setitem__("created_at", 1), MalformedManifest),
     (lambda d: d["header"]["parts"].pop(), MalformedManifest),
     (lambda d: d["header"].__setitem__("parts", {}), MalformedManifest),
     (lambda d: d["header"]["parts"].__setitem__(0, 7), MalformedManifest),
@@ -275,22 +255,6 @@ def test_what_it_is_made_of_makes_it_again() -> None:
     assert made_of() == manifest()
 
 
-def test_no_depth_of_nesting_escapes_as_a_recursion_error() -> None:
-    # Between what the decoder takes and what everything behind it takes lie a few levels only.
-    text = manifest().to_json()
-    limit = sys.getrecursionlimit()
-    seen = set()
-    for depth in range(limit - 150, limit + 5):
-        for field in ('"source_rank":0', '"zero_stage":0'):
-            assert field in text
-            key = field.partition(":")[0]
-            nested = text.replace(field, f"{key}:{'[' * depth}1{']' * depth}", 1)
-            with pytest.raises(MalformedManifest) as caught:
-                GroupManifest.from_json(nested)
-            seen.add("nests too deep" in str(caught.value))
-    assert seen == {True, False}
-
-
 def test_two_copies_have_one_header_digest_and_another_group_has_another() -> None:
     assert len(manifest().header_digest) == 16
     assert GroupManifest.from_json(manifest().to_json()).header_digest == manifest().header_digest
@@ -304,6 +268,18 @@ def test_parts_of_another_layout_are_refused() -> None:
     other = published(cut(model({"embed": (9, 5), "norm": (5,)}), 2, DIMS))
     with pytest.raises(DigestMismatch, match="rank 0: its part has the layout"):
         made_of(parts=other.parts)
+
+
+def test_fewer_parts_than_ranks_are_refused() -> None:
+    with pytest.raises(RanksDisagree, match="1 parts, its layout is of 2 ranks"):
+        made_of(parts=manifest().parts[:1])
+
+
+def test_two_parts_with_one_id_are_refused() -> None:
+    first, second = manifest().parts
+    twin = second.model_copy(update={"update_id": first.update_id})
+    with pytest.raises(RanksDisagree, match="the same id"):
+        made_of(parts=(first, twin))
 
 
 def test_digests_that_the_parts_do_not_make_are_refused_also_with_a_root_that_fits() -> None:
@@ -338,9 +314,9 @@ CHANGED: dict[str, tuple[Callable[[Placements], object], type[Exception], str]] 
     "no tensor": (
         lambda theirs: theirs.update(more=theirs["norm"]),
         IncompleteCoverage,
-        "rank 1: tensor 'more' has a placement and was",
+        "rank 1: tensor 'more' has a placement and no",
     ),
-    "another dtype": (wider, ShapeMismatch, "rank 1: tensor 'norm' was published as"),
+    "another dtype": (wider, ShapeMismatch, "rank 1: tensor 'norm' is int32"),
 }
 
 
@@ -351,6 +327,14 @@ def test_placements_that_do_not_fit_what_was_published_are_refused(case: str) ->
     change(theirs)
     with pytest.raises(kind, match=text):
         GroupLayout.build(manifest().layout.tables, [mine, theirs])
+
+
+def test_a_tensor_that_no_rank_holds_is_named() -> None:
+    document = json.loads(manifest().layout.text)
+    document["names"].append("zzz")
+    document["shapes"].append([1])
+    with pytest.raises(IncompleteCoverage, match="no rank holds anything of tensor 'zzz'"):
+        GroupLayout(**document)
 
 
 @pytest.mark.parametrize("change", ["[]", "{text} ", "{text}x", "spaced"])
@@ -384,7 +368,7 @@ def test_empty_tensors_and_tensors_cut_alike_are_part_of_the_root() -> None:
     dims = {"empty": None, "x": 0, "y": 0}
     one, other = (published(cut(model(shapes, n), 2, dims)) for n in (0, 1))
     assert one.tensor_count == 3
-    assert one.whole_digest("empty") == other.whole_digest("empty") is not None
+    assert one.tensors["empty"].checksum == other.tensors["empty"].checksum
     assert one.root != other.root
 
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,7 +54,7 @@ def test_all_ranks_get_the_same_manifest() -> None:
         assert (manifest.weight_version, manifest.world_size) == (1, 3)
         assert manifest.metadata["step"] == 4
         assert {name: one.shape for name, one in manifest.tensors.items()} == SHAPES
-        assert manifest.group_id == group.bridges[0].publisher_id
+        assert manifest.publisher_id == group.bridges[0].publisher_id
 
 
 def test_ranks_that_are_told_no_version_count_on_together() -> None:
@@ -152,13 +151,6 @@ def test_equal_weights_make_equal_roots_however_they_travel() -> None:
         assert one.publish(shards(1), 1).root == other.publish(shards(1), 7).root
 
 
-def test_an_empty_rank_takes_part() -> None:
-    whole = model({"w": (4, 3)})
-    with trainers(2) as group:
-        manifest = group.publish([*cut(whole, 1, {"w": 0}), ({}, {})], 1)
-        assert manifest.tensors["w"].shape == (4, 3)
-
-
 # ---- before a byte moves ------------------------------------------------------------------------
 
 
@@ -181,12 +173,6 @@ def test_a_gap_is_refused_on_every_rank_before_anything_is_published() -> None:
         each(group.try_publish(ranks, 1), IncompleteCoverage, "no rank holds [3:6, 0:6]")
         assert [bridge.latest_manifest for bridge in group.bridges] == [None] * 3
         group.publish(shards(1, 3), 1)  # the number is still free
-
-
-def test_ranks_that_disagree_on_the_version_are_told_so() -> None:
-    with trainers(2) as group:
-        each(group.try_publish(shards(1), 1, versions={1: 2}), RanksDisagree, "'rank 1': 2")
-        group.publish(shards(1), 1)
 
 
 def test_a_version_that_one_rank_used_is_refused_on_all() -> None:
@@ -413,7 +399,7 @@ def test_a_function_that_fails_is_a_rank_that_did_not_come() -> None:
 
 def test_consumers_of_an_unknown_update_are_unknown() -> None:
     with trainers(1) as group:
-        with pytest.raises(UnknownUpdate, match="took no part"):
+        with pytest.raises(UnknownUpdate, match="unknown weight update"):
             group.publishers[0].consumers("a" * 32)
         group.publishers[0].release("a" * 32)
         with pytest.raises(ValueError, match="above 0"):
@@ -498,13 +484,6 @@ def test_a_leaf_list_that_is_not_sent_makes_no_digest() -> None:
     with trainers(2) as group:
         for one in twisted(group, "parts", with_(leaves=None)):
             assert "the leaf list of rank 1 is missing" in str(one)
-
-
-def test_versions_may_be_integers_of_numpy_and_torch() -> None:
-    with trainers(2) as group:
-        for version in (np.int64(3), torch.tensor(4)):
-            manifest = group.publish(SHARDS, version)  # type: ignore[arg-type]
-            assert manifest.weight_version == int(version)
 
 
 # ---- where a line goes dead ----------------------------------------------------------------------

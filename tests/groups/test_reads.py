@@ -344,7 +344,7 @@ def test_a_slot_that_a_late_read_may_still_write_is_not_used_again(
 def planned(ranks: list[Shards], wanted: Wanted | WantedLayout) -> LandingPlan | None:
     layout = layout_of(ranks)
     chosen = wanted if isinstance(wanted, WantedLayout) else wanted(layout.wholes)
-    return LandingPlan.make(Assembly(make_plan(layout, chosen)), layout)
+    return LandingPlan.make(Assembly(make_plan(layout, chosen), layout), layout)
 
 
 WIDE = {"w": (256, 8192)}

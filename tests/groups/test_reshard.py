@@ -64,7 +64,7 @@ def carried_out(plan: ReshardPlan, ranks: list[Shards]) -> dict[str, torch.Tenso
         arenas.append(arena)
     out = np.full(max(plan.table.arena_nbytes, 1), 0xEE, np.uint8)
     bases = np.array([arena.ctypes.data for arena in arenas], np.uint64)
-    Assembly(plan)._copy(bases, out.ctypes.data)
+    Assembly(plan, layout_of(ranks))._copy(bases, out.ctypes.data)
     found = {}
     for name, row in plan.table.rows.items():
         start = plan.table.offsets[row]

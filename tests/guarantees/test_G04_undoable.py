@@ -3,6 +3,8 @@
 Without a restart: the same tensors of the same engine, wherever the install failed. The first
 update can be undone too: the initial weights come back, version None.
 
+Scenarios that are only named here have their bodies in `rl_bridge/testing/installer_suite.py`.
+
 It ends at adapters whose engine cannot be seen: through them the version before is installed again,
 and what the engine then holds is not checked.
 """

@@ -2,14 +2,13 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SimpleAdapter, make_weight_bridge
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.groups import FunctionExchange
 from rl_bridge.installers.wrapped import as_transactional
@@ -29,12 +28,9 @@ def weights() -> dict[str, Any]:
 
 ENGINES = {
     "none": (None, "got None, expected an nn.Module or a dict"),
-    "text": ("model", "got a str"),
     "class": (torch.nn.Linear, "got the class Linear"),
-    "generator": (torch.nn.Linear(1, 1).named_parameters(), "got a generator"),
-    "array": ({"w": np.zeros(2)}, r"engine\['w'\]: got a ndarray.* torch.from_numpy"),
-    "nested": ({"model": weights()}, r"got a dict, expected a tensor. .*engine\['model'\]"),
-    "number": ({**weights(), "step": 3}, r"engine\['step'\]: got a int"),
+    "array": ({"w": np.zeros(2)}, r"got engine\['w'\], which is a ndarray"),
+    "nested": ({"model": weights()}, r"got engine\['model'\], which is a dict"),
 }
 
 
@@ -53,32 +49,24 @@ def test_what_gets_into_the_engine_later_and_is_no_tensor_is_refused_by_name() -
         executor.update_weights(trainer.publish(weights(), weight_version=1))
 
 
-@contextmanager
-def given_out() -> Iterator[None]:
-    yield
-
-
-@pytest.mark.parametrize(
-    "quiesce", [torch.no_grad(), threading.Lock(), given_out(), lambda engine: engine]
-)
-def test_a_quiesce_that_is_no_function_without_arguments_is_refused(quiesce: Any) -> None:
-    with pytest.raises(TypeError, match=r"quiesce: got a .* such as lambda: lock"):
-        ModuleInstallAdapter(weights(), quiesce=quiesce)
-
-
-@pytest.mark.parametrize("quiesce", [torch.no_grad, given_out, threading.Lock])
+@pytest.mark.parametrize("quiesce", [torch.no_grad, threading.Lock])
 def test_a_quiesce_may_be_whatever_makes_a_context_manager(quiesce: Any) -> None:
     executor, trainer = executor_of(ModuleInstallAdapter(engine := weights(), quiesce=quiesce))
     executor.update_weights(trainer.publish({"w": torch.zeros(2)}, weight_version=1))
     assert engine["w"].tolist() == [0, 0]
 
 
-def test_an_engine_that_never_came_to_rest_is_not_torn() -> None:
+@pytest.mark.parametrize("kind", ["module", "simple"])
+def test_an_engine_that_never_came_to_rest_is_not_torn(kind: str) -> None:
     def stops() -> Any:
         return None
 
-    executor, trainer = executor_of(ModuleInstallAdapter(engine := weights(), quiesce=stops))
-    with pytest.raises(TypeError, match="quiesce returned a NoneType, expected a context manager"):
+    engine = weights()
+    adapter: Any = ModuleInstallAdapter(engine, quiesce=stops)
+    if kind == "simple":
+        adapter = SimpleAdapter(engine.__getitem__, engine.__setitem__, quiesce=stops)
+    executor, trainer = executor_of(adapter)
+    with pytest.raises(TypeError, match="context manager"):
         executor.update_weights(trainer.publish({"w": torch.zeros(2)}, weight_version=1))
     assert not executor.is_torn
     assert engine["w"].tolist() == [1, 1]
@@ -91,12 +79,9 @@ def test_what_is_no_number_of_threads_is_refused(num_threads: Any) -> None:
 
 
 ADAPTERS = {
-    "class": (Good, r"got the class Good, .* such as Good\(engine\)"),
-    "transactional class": (ModuleInstallAdapter, "got the class ModuleInstallAdapter"),
-    "module": (torch.nn.Linear(1, 1), "an engine and no adapter. Pass ModuleInstallAdapter"),
-    "weights": (weights(), "an engine and no adapter"),
-    "function": (weights, "function has no install and no release"),
-    "text": ("copy", "str has no install and no release"),
+    "class": (Good, "got the class Good, which has no engine yet"),
+    "module": (torch.nn.Linear(1, 1), r"got a Linear, .* ModuleInstallAdapter\(engine\)"),
+    "function": (weights, "function, which has no install and no release"),
 }
 
 
@@ -152,25 +137,15 @@ def executor_of(adapter: Any) -> tuple[RolloutExecutor, Any]:
 
 
 class Guessed(Good):
-    """Methods whose parameters were guessed by those of others."""
+    """A method whose parameters were guessed by those of others."""
 
     def prove(self, manifest: object, tensors: object) -> None:
         pass
 
 
 class GuessedToo(ModuleInstallAdapter):
-    def undo(self, update_id: str) -> None:  # type: ignore[override]  # that is what is tried
-        pass
-
-
-class WithoutTheKeyword(ModuleInstallAdapter):
-    def finds_versions(self, take: bool) -> bool:  # type: ignore[override]  # as above
+    def finds_versions(self, take: bool) -> bool:  # type: ignore[override]  # that is what is tried
         return take
-
-
-class Cut(Good):
-    def install(self, manifest: object) -> None:  # type: ignore[override]  # as above
-        pass
 
 
 class Free(Good):
@@ -183,28 +158,11 @@ class Free(Good):
         pass
 
 
-@pytest.mark.parametrize(
-    ("adapter", "named"),
-    [
-        (Guessed(), r"Guessed\.prove\(.*\) .* cannot be called as prove\(\): missing"),
-        (GuessedToo(weights()), r"GuessedToo\.undo\(.*\) .* cannot be called as undo\(\)"),
-        (
-            WithoutTheKeyword(weights()),
-            r"finds_versions\(.*\) .* cannot be called as finds_versions\(take_over=\.\.\.\)",
-        ),
-        (Cut(), r"Cut\.install\(.*\) .* cannot be called as install\(manifest, tensors\)"),
-    ],
-    ids=["a method more", "a subclass", "a keyword", "two verbs"],
-)
-def test_a_method_that_cannot_be_called_is_refused_when_the_executor_is_made(
-    adapter: Any, named: str
-) -> None:
-    bridge = make_weight_bridge("local-clone", source_worker="rollout")
-    with bridge, pytest.raises(TypeError, match=named):
-        RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
-
-
-def test_a_method_with_free_parameters_is_accepted() -> None:
+def test_a_method_that_cannot_be_called_is_refused_when_the_executor_is_made() -> None:
+    with pytest.raises(TypeError, match=r"Guessed\.prove cannot be called with \(\): missing"):
+        as_transactional(Guessed())
+    with pytest.raises(TypeError, match=r"finds_versions cannot be called with \(take_over\)"):
+        as_transactional(GuessedToo(weights()))
     assert as_transactional(Free()) is not None
 
 
@@ -273,15 +231,22 @@ async def _quiesce() -> None: ...
     [
         lambda: make_weight_bridge("local-clone", observer=_observe),  # type: ignore[arg-type]  # as above
         lambda: ModuleInstallAdapter(weights(), quiesce=_quiesce),  # type: ignore[arg-type]  # as above
+        lambda: SimpleAdapter(_observe, print),  # type: ignore[arg-type]  # as above
         lambda: FunctionExchange(_observe, rank=0, world_size=1),  # type: ignore[arg-type]  # as above
     ],
-    ids=["observer", "quiesce", "exchange"],
+    ids=["observer", "quiesce", "read", "exchange"],
 )
 def test_a_callback_that_nothing_would_await_is_refused_at_the_door(
     make: Callable[[], object],
 ) -> None:
     with pytest.raises(TypeError, match="is async def, expected a plain function"):
         make()
+
+
+def test_a_callback_that_is_no_function_is_refused_at_the_door() -> None:
+    lock: Any = threading.Lock()
+    with pytest.raises(TypeError, match="quiesce: got a lock, expected a function"):
+        ModuleInstallAdapter(weights(), quiesce=lock)
 
 
 def test_a_bridge_with_coroutines_for_verbs_is_refused() -> None:

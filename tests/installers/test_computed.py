@@ -105,7 +105,7 @@ def test_what_is_computed_is_noted_with_what_it_is_made_of_and_the_rest_is_learn
     plan = learned(load, more=COMPUTED[load])
     assert plan.unfollowed() == {"gain"}
     assert plan.taken == {"q", "k", "gain", COMPUTED[load]} - {""}
-    assert {route.source for route in plan.routes()} == {"q", "k"}
+    assert {route.source for route in plan.routes} == {"q", "k"}
 
 
 @pytest.mark.parametrize("load", COMPUTED)

@@ -144,4 +144,4 @@ def test_a_part_that_is_padding_alone_is_a_part(trainer: SharedMemoryTensorBridg
     sent = {"k": torch.ones(6, 2)}
     plan, manifest = learned(Padded(), sent), trainer.publish(sent, weight_version=1)
     check_taken(plan, manifest)
-    assert not list(plan.routes())
+    assert not list(plan.routes)

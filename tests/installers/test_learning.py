@@ -183,8 +183,7 @@ def test_of_small_parameters_as_many_are_tried_at_once_as_take_little() -> None:
 
 def test_who_is_not_admitted_takes_no_memory() -> None:
     def refuse(_: LoadPlan, nbytes: int) -> None:
-        msg = f"{nbytes} bytes"
-        raise IncompatibleUpdate(msg)
+        raise IncompatibleUpdate(f"{nbytes} bytes")
 
     def refused() -> None:
         with pytest.raises(IncompatibleUpdate, match=r"\d+ bytes"):

@@ -1,4 +1,7 @@
-"""`ModuleInstallAdapter` keeps every promise of an installer: copy, alias and flip."""
+"""`ModuleInstallAdapter`: what only one of its ways does.
+
+That each keeps every promise of an installer is in `tests/guarantees`.
+"""
 
 import errno
 import threading
@@ -20,27 +23,11 @@ from rl_bridge.testing.installer_suite import Rig, engine_state, sample_engine
 from rl_bridge.testing.tensors import bytes_of
 
 
-class TestCopy(InstallerSuite):
-    def make_adapter(self, engine: Engine) -> ModuleInstallAdapter:
-        return ModuleInstallAdapter(engine, mode="copy")
-
-
-class TestCopyFromLocalClone(TestCopy):
+class TestCopyFromLocalClone(InstallerSuite):
     transport: ClassVar[str] = "local-clone"
 
-
-class TestAlias(InstallerSuite):
-    rebinds = True
-
     def make_adapter(self, engine: Engine) -> ModuleInstallAdapter:
-        return ModuleInstallAdapter(engine, mode="alias")
-
-
-class TestFlip(InstallerSuite):
-    rebinds = True
-
-    def make_adapter(self, engine: Engine) -> ModuleInstallAdapter:
-        return ModuleInstallAdapter(engine, mode="flip")
+        return ModuleInstallAdapter(engine, mode="copy")
 
 
 # ---- what only one of the ways does --------------------------------------------------------------
@@ -179,8 +166,7 @@ def test_an_engine_that_did_not_go_on_behind_its_undo_is_let_go_on_by_recover() 
         yield
         if fails:
             fails.pop()
-            msg = "the engine does not go on"
-            raise OSError(msg)
+            raise OSError("the engine does not go on")
         runs.set()
 
     with make_weight_bridge("shared-memory") as trainer:

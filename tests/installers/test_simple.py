@@ -156,23 +156,6 @@ def test_what_read_returns_must_be_a_tensor(engine: Engine) -> None:
             executor.update_weights(trainer.publish(weights(1)))
 
 
-@pytest.mark.parametrize(
-    ("read", "load", "message"),
-    [
-        (None, print, r"read: got None, expected a function. It is called as read\(name\)"),
-        (lambda: 1, print, r"read\(\) cannot be called as read\(name\)"),
-        (print, lambda name: name, r"load\(name\) cannot be called as load\(name, tensor\)"),
-        (_read, print, "read is async def, expected a plain function"),
-    ],
-    ids=["none", "without a name", "without a tensor", "async"],
-)
-def test_functions_that_cannot_be_called_so_are_refused_at_once(
-    read: Any, load: Any, message: str
-) -> None:
-    with pytest.raises(TypeError, match=message):
-        SimpleAdapter(read, load)
-
-
 def test_installs_and_undos_happen_where_the_engine_rests(engine: Engine) -> None:
     inside: list[bool] = []
     is_quiet = False

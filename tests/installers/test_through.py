@@ -9,9 +9,8 @@ import torch
 
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines import model_installer
-from rl_bridge.engines.model_installer import ModelInstaller
+from rl_bridge.engines.model_installer import ModelInstaller, layers_of
 from rl_bridge.engines.skeleton import EngineCompat
-from rl_bridge.engines.through import layers_of
 from rl_bridge.errors import (
     IncompatibleUpdate,
     ProofFailed,

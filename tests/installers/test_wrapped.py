@@ -63,11 +63,6 @@ class UnseenAdapter:
         pass
 
 
-class TestEngineInAnAttribute(InstallerSuite):
-    def make_adapter(self, engine: Engine) -> WeightInstallAdapter:
-        return SeenAdapter(engine)
-
-
 class TestEngineInAnAttributeAsADict(InstallerSuite):
     transport: ClassVar[str] = "local-clone"
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines.adapters import (
     AdapterDriver,
+    AdapterFrontEnd,
     AdapterHost,
     AdapterInstaller,
     Resident,
@@ -75,26 +77,12 @@ class Slots(AdapterInstaller):
 
 
 class Front:
-    """What takes the requests."""
+    """What the process that takes the requests knows."""
 
     def __init__(self) -> None:
         self.used: set[int] = set()
         self.held: set[int] = set()
         self.offered: dict[str, Sequence[Resident]] = {}
-
-    def adapters_in_use(self) -> AbstractSet[int]:
-        return frozenset(self.used)
-
-    def adapters_held(self) -> AbstractSet[int]:
-        return frozenset(self.held)
-
-    def offer_adapter(
-        self, adapter: str, active: Resident | None, residents: Sequence[Resident]
-    ) -> None:
-        self.offered[adapter] = residents if active is not None else ()
-
-    def lora_request(self, version: Resident) -> Resident:
-        return version
 
 
 class Mortal(Engine):
@@ -106,10 +94,11 @@ class Mortal(Engine):
         self.slots: list[Slots] = []
 
 
-class Adapting(Client):
+class Adapting(Client, AdapterFrontEnd):
     """An engine of one rank that has adapters."""
 
     engine: Mortal
+    front: Front
 
     def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
         (base,) = self.engine.ranks
@@ -125,6 +114,20 @@ class Adapting(Client):
             )
         reply: Reply = json.loads(json.dumps(answer(rank, verb, json.loads(json.dumps(payload)))))
         return [reply]
+
+    def adapters_in_use(self) -> AbstractSet[int]:
+        return frozenset(self.front.used)
+
+    def adapters_held(self) -> AbstractSet[int]:
+        return frozenset(self.front.held)
+
+    def offer_adapter(
+        self, adapter: str, active: Resident | None, residents: Sequence[Resident]
+    ) -> None:
+        self.front.offered[adapter] = residents if active is not None else ()
+
+    def lora_request(self, version: Resident) -> Resident:
+        return version
 
 
 class Rig:
@@ -195,18 +198,12 @@ class Driver(EngineDriver):
     def __init__(
         self, client: Adapting, front: Front, keep: int, *, take_over: bool = True
     ) -> None:
-        super().__init__(client, serving=FREEZE, options={}, take_over=take_over)
-        self._front, self._keep, self._takes = front, keep, take_over
+        serving = replace(FREEZE, keep=keep)
+        super().__init__(client, serving=serving, options={}, take_over=take_over)
+        client.front = front
 
     def for_adapter(self, name: str) -> AdapterDriver:
-        return AdapterDriver(
-            self.client,
-            name,
-            front_end=self._front,
-            options={},
-            keep=self._keep,
-            take_over=self._takes,
-        )
+        return AdapterDriver(self, name)
 
 
 @pytest.fixture

@@ -22,8 +22,6 @@ from rl_bridge.engines.vllm import requests
 from rl_bridge.engines.vllm.requests import (
     VLLMIPCWeightUpdateRequestBuilder,
     VLLMNCCLWeightUpdateRequestBuilder,
-    full_buffers,
-    overfull_buffers,
 )
 from rl_bridge.errors import IncompatibleUpdate
 
@@ -146,33 +144,6 @@ def test_tensors_of_another_update_are_refused(update: Update, wrong: str) -> No
         list(VLLMNCCLWeightUpdateRequestBuilder().buffers(manifest, tensors))
 
 
-def test_packed_requests_have_the_bytes_of_the_tensors_that_fit(update: Update) -> None:
-    memory: list[torch.Tensor] = []
-
-    def noting(tensor: torch.Tensor) -> Any:
-        memory.append(tensor)
-        return exported(tensor)
-
-    manifest, tensors = update
-    keeper = VLLMIPCWeightUpdateRequestBuilder(_export=noting)
-    seen: dict[str, torch.Tensor] = {}
-    count = 0
-    for request in keeper.packed(manifest, tensors, buffer_nbytes=40):
-        info = request["update_info"]
-        count += 1
-        assert sum(info["tensor_sizes"]) <= 40
-        sizes = info["tensor_sizes"]
-        parts = torch.split(memory[-1][: sum(sizes)].clone(), sizes)
-        for name, dtype, shape, part in zip(
-            info["names"], info["dtype_names"], info["shapes"], parts, strict=True
-        ):
-            seen[name] = part.view(getattr(torch, dtype)).view(shape)
-    assert count > 1
-    assert len(memory) == 1, "the buffer is shared once"
-    assert seen.keys() == tensors.keys()
-    assert all(torch.equal(seen[name], tensors[name]) for name in tensors)
-
-
 def test_a_tensor_that_is_larger_than_the_buffer_is_refused(update: Update) -> None:
     with pytest.raises(IncompatibleUpdate, match=r"'turned' has 32 bytes.*at least 32"):
         list(builder().packed(*update, buffer_nbytes=31))
@@ -220,22 +191,6 @@ def test_the_format_is_said_where_requests_can_say_it(
 # ---- nccl ---------------------------------------------------------------------------------------
 
 
-def test_a_request_describes_what_the_buffers_send_in_their_order(update: Update) -> None:
-    nccl = VLLMNCCLWeightUpdateRequestBuilder(packed_buffer_size_bytes=20)
-    info = nccl(update[0])["update_info"]
-    assert json.loads(json.dumps(info)) == info
-    sent = list(nccl.buffers(*update))
-    assert len(sent) > 1
-    assert [buffer.numel() for buffer in sent] == [part.nbytes for part in nccl.layout(update[0])]
-    whole = torch.cat(sent)
-    for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-        nbytes = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-        found = whole[:nbytes].clone().view(getattr(torch, dtype)).view(shape)
-        assert torch.equal(found, update[1][name])
-        whole = whole[nbytes:]
-    assert not whole.numel()
-
-
 def test_unpacked_tensors_are_sent_one_by_one(update: Update) -> None:
     nccl = VLLMNCCLWeightUpdateRequestBuilder(packed=False)
     names = nccl(update[0])["update_info"]["names"]
@@ -244,30 +199,7 @@ def test_unpacked_tensors_are_sent_one_by_one(update: Update) -> None:
         assert tensor.is_contiguous()
 
 
-def test_the_workers_are_told_how_it_is_packed() -> None:
-    nccl = VLLMNCCLWeightUpdateRequestBuilder(packed_buffer_size_bytes=64, packed_num_buffers=3)
-    assert nccl.init_request("10.0.0.1", 29500, world_size=3) == {
-        "init_info": {
-            "master_address": "10.0.0.1",
-            "master_port": 29500,
-            "world_size": 3,
-            "rank_offset": 1,
-            "packed": True,
-            "packed_buffer_size_bytes": 64,
-            "packed_num_buffers": 3,
-        }
-    }
-
-
 @pytest.mark.parametrize("name", ["packed_buffer_size_bytes", "packed_num_buffers"])
 def test_sizes_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=0"):
         VLLMNCCLWeightUpdateRequestBuilder(**{name: 0})  # type: ignore[arg-type]  # one of two
-
-
-def test_a_buffer_that_is_exactly_full_goes_on_or_ends_as_its_backend_has_it() -> None:
-    names, sizes = ["a", "b", "c"], [4, 4, 4]
-    assert [b.names for b in overfull_buffers(names, sizes, 8)] == [("a", "b", "c")]
-    assert [b.names for b in overfull_buffers(names, sizes, 7)] == [("a", "b"), ("c",)]
-    assert [b.names for b in full_buffers(names, sizes, 8)] == [("a", "b"), ("c",)]
-    assert [b.names for b in full_buffers(names, sizes, 7)] == [("a",), ("b",), ("c",)]

@@ -83,10 +83,3 @@ def test_every_state_has_one_of_the_five_words() -> None:
     words = {"published", "imported", "acknowledged", "rejected", "released"}
     assert set(STATUS.values()) == words
     assert STATUS[State.TORN] == "rejected"
-
-
-def test_the_table_cannot_be_changed() -> None:
-    with pytest.raises(TypeError):
-        TABLE[Role.CONSUMER][State.TORN][Event.RELEASE] = State.RELEASED  # type: ignore[index]
-    with pytest.raises(TypeError):
-        TABLE[Role.CONSUMER][State.RELEASED] = {}  # type: ignore[index]

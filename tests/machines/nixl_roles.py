@@ -15,11 +15,10 @@ from rl_bridge.errors import WeightBridgeError
 from rl_bridge.memory import vm
 from rl_bridge.testing.processes import until
 from rl_bridge.testing.tensors import bytes_of
-from rl_bridge.transports.nixl.client import ControlClient
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
-from rl_bridge.transports.nixl.fetch import Source
-from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from rl_bridge.transports.nixl.fetch import ControlClient, Source
 from rl_bridge.transports.nixl.reading import Reading
+from rl_bridge.transports.nixl.server import NIXLPublisher
 from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.helpers import stop
 from tests.machines.roles import settle_in
@@ -232,7 +231,7 @@ class Trainer:
         self.bridge.close()
 
     def registered(self) -> int:
-        return publisher_end(self.bridge).num_registered
+        return publisher_end(self.bridge)._host.num_registered
 
     def readers(self) -> list[str]:
         return [name for entry in self.bridge.catalog() for name in entry.readers]

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.testing.faults import die
 from rl_bridge.testing.processes import Child
-from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from rl_bridge.transports.nixl.server import NIXLPublisher
 from tests.groups.meshes import Shards, cut, model
 from tests.machines.network.namespaces import enter
 
@@ -153,10 +152,6 @@ class Engine:
         return self.executor.active_weight_version == version and all(
             torch.equal(self.weights[name], one) for name, one in wanted.items()
         )
-
-    def counters(self) -> dict[str, int]:
-        """What the transport counts: registrations, connections and plans made so far."""
-        return asdict(self.bridge.nixl_counters)
 
     def close(self) -> None:
         self.executor.close()

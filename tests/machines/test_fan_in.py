@@ -35,24 +35,6 @@ def test_any_number_of_owners_feeds_any_number_of_engines(num: int, degree: int)
                 owner.call("release", manifest=manifest)
 
 
-def test_once_warm_nothing_is_registered_connected_or_planned_again() -> None:
-    with owners_of(2) as (owners, _), Child(Engine, rank=0, degree=1) as engine:
-
-        def update(version: int) -> None:
-            manifest = publish(owners, version)
-            assert engine.ready().call("update", manifest=manifest)
-            for owner in owners:
-                owner.call("release", manifest=manifest)
-
-        for version in range(1, 5):
-            update(version)
-        warm = engine.call("counters")
-        assert warm["connections"] == 2
-        for version in range(5, 13):
-            update(version)
-        assert engine.call("counters") == warm
-
-
 def test_an_owner_that_dies_ends_its_version_and_a_new_one_in_its_place_goes_on() -> None:
     options = {"nixl": {"timeout_s": DEADLINE_S}}
     with (
@@ -72,15 +54,6 @@ def test_an_owner_that_dies_ends_its_version_and_a_new_one_in_its_place_goes_on(
         with Child(Owner, rank=1, world_size=3, store=meet) as fresh:
             again = [owners[0], fresh.ready(), owners[2]]
             assert engine.call("update", manifest=publish(again, 3))
-
-
-def test_an_engine_that_comes_late_gets_the_current_version() -> None:
-    with owners_of(2) as (owners, _), Child(Engine, rank=0, degree=1) as first:
-        for version in (1, 2):
-            manifest = publish(owners, version)
-            assert first.ready().call("update", manifest=manifest)
-        with Child(Engine, rank=1, degree=2) as late:
-            assert late.ready().call("update", manifest=manifest)
 
 
 def test_an_engine_that_dies_in_between_holds_nobody_up() -> None:

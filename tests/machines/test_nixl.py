@@ -6,3 +6,4 @@ from rl_bridge.transports.nixl.transport import NIXL
 
 class TestNIXL(TransportSuite):
     transport_class = NIXL
+    num_cycles = 10  # each bridge starts an agent

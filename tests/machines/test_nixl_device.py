@@ -13,7 +13,7 @@ from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.slots import STAMP_NBYTES
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver, sample_weights
-from rl_bridge.transports.nixl import arenas, transport
+from rl_bridge.transports.nixl import arenas, fetch, server, transport
 from rl_bridge.transports.nixl.agent import Agent, Kind, Made, Ranges, Region
 from rl_bridge.transports.nixl.transport import NIXL
 from rl_bridge.transports.wire.arenas import Arenas, DeviceArenas
@@ -59,7 +59,8 @@ class OverHost(NIXL):
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Kind, int, int, int]]:
     Library.asked = []
     monkeypatch.setattr(transport, "Agent", Library)
-    monkeypatch.setattr(arenas, "SlotRegistry", OnGPU)
+    for side in (server, fetch):
+        monkeypatch.setattr(side, "SlotRegistry", OnGPU)
     return Library.asked
 
 
@@ -126,12 +127,6 @@ def test_a_gpu_that_is_not_there_is_refused_with_its_remedy() -> None:
         pytest.raises(TransportUnavailable, match="Leave device= out"),
     ):
         bridge.publish({"w": torch.arange(5)}, weight_version=1)
-
-
-def test_no_other_process_serves_a_gpus_memory() -> None:
-    with pytest.raises(ValueError, match="cannot serve memory of a GPU"):
-        make_weight_bridge("nixl", device=0, serve="process")
-    assert NIXL(device=0)._serve == "inline"
 
 
 @pytest.mark.parametrize("device", [-1, True, "0"])

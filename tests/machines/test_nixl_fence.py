@@ -14,13 +14,13 @@ from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import SegmentError, StaleUpdate, TransferTimeout
 from rl_bridge.memory import vm
-from rl_bridge.memory.slots import ARRIVING
+from rl_bridge.memory.slots import ARRIVING, parse_stamp
 from rl_bridge.testing.processes import Child, until
 from rl_bridge.testing.tensors import bytes_of
 from rl_bridge.transports.base import PartRequest
 from rl_bridge.transports.nixl import reading
-from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
+from rl_bridge.transports.nixl.server import NIXLPublisher
 from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.helpers import stop
 from tests.machines.nixl_roles import (
@@ -263,7 +263,8 @@ def test_a_stamp_that_comes_when_its_reader_gave_up_is_not_taken_for_a_later_one
                 return not end._resources.parked
 
             until(settled, what="the late read to end")
-            stamps = [job.reading._page.take(), job.source._page.take()]
+            pages = (job.reading._page, job.source._page)
+            stamps = [parse_stamp(page.numpy().tobytes()) for page in pages]
             found = [None if one is None else one.update_id for one in stamps]
             texts = (second, third)
             assert found == [WeightUpdateManifest.from_json(text).update_id for text in texts]

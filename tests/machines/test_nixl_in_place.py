@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import WeightUpdateManifest, make_weight_bridge
+from rl_bridge import WeightUpdateManifest
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import SlotsExhausted, StaleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.digest import LEAF_NBYTES
@@ -110,7 +110,7 @@ def test_other_tensors_are_registered_in_place_of_the_first_ones() -> None:
             manifest = publisher.publish(live, weight_version=version)
             assert take(consumer, manifest) == bytes_of(live["w"])
             publisher.release(manifest.update_id)
-            assert publisher_end(publisher).num_registered == 3  # stamp, tensor, leaf list
+            assert publisher_end(publisher)._host.num_registered == 3  # stamp, tensor, leaf list
 
 
 def test_tensors_of_other_sizes_where_others_were_are_read_without_a_failure() -> None:
@@ -133,12 +133,12 @@ def test_tensors_that_are_read_are_kept_though_others_take_their_place() -> None
         def replace() -> None:
             publisher.release(first.update_id)
             publisher.publish(weights(2), weight_version=2)
-            kept.append(publisher_end(publisher).num_registered)
+            kept.append(publisher_end(publisher)._host.num_registered)
 
         with Between(replace, at="bytes", times=1), pytest.raises(StaleUpdate):
             consumer.import_update(first)
         assert kept == [5], "what is being read is given back"
-        assert publisher_end(publisher).num_registered == 3
+        assert publisher_end(publisher)._host.num_registered == 3
 
 
 def test_the_leaf_list_lies_behind_the_tensors_of_each_version() -> None:
@@ -210,10 +210,3 @@ def test_an_engine_reads_the_parts_of_several_trainers_in_place() -> None:
             assert engine.call("update", manifest=manifest)
             for owner in owners:
                 owner.call("release", manifest=manifest)
-
-
-def test_in_place_cannot_be_served_by_another_process() -> None:
-    with pytest.raises(ValueError, match="trainer's own tensors"):
-        make_weight_bridge("nixl", serve="process", in_place=True)
-    with pytest.raises(TypeError, match="in_place"):
-        make_weight_bridge("nixl", in_place=1)  # type: ignore[arg-type]  # that is what is tried

@@ -18,8 +18,8 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.slots import ARRIVING, Slot
 from rl_bridge.testing.processes import Child, until
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
-from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
+from rl_bridge.transports.nixl.server import NIXLPublisher
 from tests.groups.meshes import Shards, cut, model
 from tests.groups.rig import Trainers, trainers
 from tests.helpers import stop
@@ -79,7 +79,9 @@ def test_no_memory_is_taken_for_the_parts_and_nothing_is_made_once_warm() -> Non
             end = consumer_of(bridge)
             counts.append(bridge.nixl_counters)
             assert [len(one.arrivals._ring) for one in end._resources.sources.values()] == [0, 0]
-            assert end.num_registered == 2 + len(ring_of(bridge))  # the stamps' pages, the slots
+            agent = end._resources.agent
+            assert agent is not None
+            assert agent.num_registered == 2 + len(ring_of(bridge))  # stamps' pages and slots
         assert all(one == counts[4] for one in counts[4:]), counts
         assert len(ring_of(bridge)) <= 2
 

@@ -29,7 +29,7 @@ from tests.machines.network.namespaces import machines, why_not
 from tests.machines.nixl_roles import Reader, Trainer, both, publisher_end, runs
 
 TCP = {"UCX_TLS": "tcp"}
-ROUNDS, AT_ONCE, STRIKES = 5, 4, 8
+ROUNDS, AT_ONCE, STRIKES = 3, 4, 5
 PATIENCE_S = 20.0
 HASTE_S = 9.0
 """Of readers that wait for a process that hangs: a third of it passes each time."""
@@ -56,7 +56,7 @@ def hasty() -> Iterator[Child]:
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_a_trainer_outlives_twenty_readers_that_are_killed_as_they_read_from_afar() -> None:
+def test_a_trainer_outlives_readers_that_are_killed_as_they_read_from_afar() -> None:
     with (
         machines() as (left, right),
         Child(Trainer, ucx=TCP, namespace=left.namespace, address=left.address) as trainer,
@@ -175,7 +175,7 @@ def test_whenever_a_process_hangs_or_dies_an_import_is_whole_or_a_typed_error(
     chance = random.Random(0)
     for version in range(1, 1 + STRIKES):
         moment = chance.choice(["before publish", "before import", "at start", *STAGES])
-        is_stopped = chance.random() < 0.5
+        is_stopped = moment != "at start" and chance.random() < 0.5
         strike = partial(_strike, signal.SIGSTOP if is_stopped else signal.SIGKILL)
         victim = trainer.call("server_pid")
         if victim and moment == "before publish":
@@ -287,25 +287,20 @@ def test_messages_to_a_serving_process_that_hangs_do_not_wait() -> None:
         serving.close()
 
 
-def test_the_serving_process_ends_with_its_trainer(trainer: Child) -> None:
+@pytest.mark.parametrize("is_killed", [True, False], ids=["trainer killed", "bridge closed"])
+def test_the_serving_process_is_small_and_ends_with_its_trainer(
+    trainer: Child, is_killed: bool
+) -> None:
     trainer.call("publish", version=1)
     pid = trainer.call("server_pid")
-    trainer.kill()
-    until(lambda: not runs(pid), what="the serving process to end")
-
-
-def test_the_serving_process_is_small_it_has_no_torch(trainer: Child) -> None:
-    trainer.call("publish", version=1)
-    maps = Path(f"/proc/{trainer.call('server_pid')}/maps").read_text(encoding="utf-8")
+    maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
     assert "nixl" in maps
     assert "torch" not in maps
-
-
-def test_the_serving_process_ends_when_the_bridge_is_closed(trainer: Child) -> None:
-    trainer.call("publish", version=1)
-    pid = trainer.call("server_pid")
-    trainer.call("close")
-    assert not runs(pid)
+    if is_killed:
+        trainer.kill()
+    else:
+        trainer.call("close")
+    until(lambda: not runs(pid), what="the serving process to end")
 
 
 def test_a_serving_process_that_cannot_start_is_reported_with_the_reason(
@@ -325,6 +320,7 @@ def test_a_serving_process_that_cannot_start_is_reported_with_the_reason(
     [
         ({"serve": "thread"}, "expected 'process', 'inline' or None"),
         ({"serve": "process", "device": 0}, "another process cannot serve memory of a GPU"),
+        ({"serve": "process", "in_place": True}, "nor the trainer's own tensors"),
     ],
 )
 def test_serve_is_checked_when_the_bridge_is_made(options: dict[str, Any], text: str) -> None:

@@ -4,10 +4,7 @@ import socket
 from typing import Literal
 
 import pytest
-import torch
 
-from rl_bridge import make_weight_bridge
-from rl_bridge.errors import CertificateRefused, WeightBridgeUnavailableError
 from rl_bridge.testing.peer import hashes, sample_weights
 from rl_bridge.testing.processes import until
 from tests.machines.nixl_roles import both, publisher_end
@@ -38,18 +35,3 @@ def test_updates_go_on_over_a_new_connection(
             assert member.channel.is_secured
             member.channel.socket.shutdown(socket.SHUT_RDWR)  # as a network might
             until(lambda: not server.members, what="the connection is gone")
-
-
-def test_a_side_without_tls_or_of_another_run_is_refused(certificates: Certificates) -> None:
-    weights = {"w": torch.arange(100)}
-    with make_weight_bridge("nixl", source_worker="trainer", tls=certificates.good) as publisher:
-        manifest = publisher.publish(weights, weight_version=1)
-        for tls, kind, said in (
-            (None, WeightBridgeUnavailableError, "has tls= and this side has not"),
-            (certificates.foreign, CertificateRefused, "refuses this side's certificate"),
-        ):
-            with (
-                make_weight_bridge("nixl", source_worker="engine", tls=tls) as consumer,
-                pytest.raises(kind, match=said),
-            ):
-                consumer.import_update(manifest)

@@ -55,8 +55,8 @@ def run(*updates: WeightUpdateManifest, watch: Watch | None = None) -> list[str]
     log.addHandler(handler)
     try:
         for update in updates:
-            watch.judge(Policy.WARN, update)
-            watch.note(Policy.WARN, update)
+            watch.judge(update)
+            watch.note(update)
     finally:
         log.removeHandler(handler)
     return found
@@ -85,15 +85,14 @@ def test_a_run_that_never_changes_is_told_once(trainable: set[str] | None) -> No
 def test_each_update_that_changes_nothing_is_refused_if_that_is_asked_for(
     trainable: set[str] | None,
 ) -> None:
-    watch = Watch()
+    watch = Watch(Policy.REJECT)
     run(version(0, "xyz", trainable=trainable), watch=watch)
     for number in (1, 2):
         with pytest.raises(
             SuspiciousUpdate, match=rf"version {number} \(after 0\) changes nothing"
         ):
-            watch.judge(Policy.REJECT, version(number, "xyz", trainable=trainable))
-    watch.judge(Policy.REJECT, version(4, "Xyz", trainable=trainable))
-    watch.judge(Policy.OFF, version(4, "xyz", trainable=trainable))
+            watch.judge(version(number, "xyz", trainable=trainable))
+    watch.judge(version(4, "Xyz", trainable=trainable))
 
 
 def test_what_is_not_trained_may_change_and_hides_nothing() -> None:
@@ -246,7 +245,7 @@ def test_streams_are_bounded() -> None:
             update_id=f"{number:032x}",
             metadata={"layout": {"kind": "adapter"}, "adapter": spec},
         )
-        watch.note(Policy.WARN, made)
+        watch.note(made)
     assert len(watch._streams) <= 256
 
 

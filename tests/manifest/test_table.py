@@ -116,14 +116,6 @@ def test_the_descriptors_are_a_mapping_over_all_names() -> None:
         found["nothing"]
 
 
-def test_a_descriptor_is_immutable() -> None:
-    descriptor = make_table().descriptor("bias", bytes(32))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        descriptor.nbytes = 1  # type: ignore[misc]  # that is the point
-    with pytest.raises((AttributeError, TypeError)):
-        descriptor.extra = 1  # type: ignore[attr-defined]  # slots
-
-
 # ---- immutability -------------------------------------------------------------------------------
 
 

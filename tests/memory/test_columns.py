@@ -16,11 +16,10 @@ from rl_bridge.manifest.columns import ColumnBlocks
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import passes, vm
 from rl_bridge.memory.packing import (
-    LeafPlan,
     PackPlan,
-    blocks_at,
     checked_columns,
 )
+from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.views import anonymous_pin
 from tests.helpers import make_manifest
 
@@ -77,9 +76,9 @@ def test_packing_writes_the_list_behind_the_leaf_list(plan: PackPlan, num_thread
     assert written.numpy().tobytes() == plan.column_list.tobytes() == expected
     assert plan.columns_digest == xxhash.xxh3_128_hexdigest(expected)
     at = table.offset_column + np.uint64(pin.address)
-    blocks = blocks_at(table.column_blocks.all_blocks(), at)
+    blocks = passes.blocks_at(table.column_blocks.all_blocks(), at)
     assert passes.block_digests(blocks, num_threads=num_threads).tobytes() == expected
-    plain = LeafPlan(table.nbytes_column, table.column_blocks, native=False)
+    plain = BytePlan(table.nbytes_column, cuts=table.column_blocks, native=False)
     plain.digest(at)
     assert plain.take_columns(at).tobytes() == expected
 

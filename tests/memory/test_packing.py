@@ -49,7 +49,7 @@ def test_parameters_travel_like_tensors() -> None:
 
 def test_what_would_have_to_be_cast_cannot_be_read_where_it_lies() -> None:
     with pytest.raises(WeightBridgeUnavailableError, match=r"'t' would be cast to torch\.bfloat16"):
-        PackPlan({"t": torch.ones(2)}, dtype=torch.bfloat16).digest_in_place({})
+        PackPlan({"t": torch.ones(2)}, dtype=torch.bfloat16).digest_in_place()
 
 
 def test_three_views_of_one_address_are_tied_in_pairs() -> None:
@@ -161,7 +161,7 @@ def test_lazy_views_travel_as_the_numbers_that_they_show() -> None:
     assert found == {name: bytes_of(shown[name]) for name in plan.table.names}
     assert dict(plan.table.ties) == {"tied": "conj"}
     with pytest.raises(WeightBridgeUnavailableError, match="strided or a lazy view"):
-        PackPlan({"a": COMPLEX.conj()}).digest_in_place({})
+        PackPlan({"a": COMPLEX.conj()}).digest_in_place()
 
 
 # ---- padding ------------------------------------------------------------------------------------
@@ -190,9 +190,9 @@ def test_a_digest_in_place_is_that_of_the_packed_bytes() -> None:
     tensors = {"a": torch.randn(300, 70), "b": torch.empty(0), "c": torch.arange(9)}
     plan = PackPlan(tensors)
     pin = anonymous_pin(plan.table.arena_nbytes)
-    assert plan.digest_in_place(tensors) == plan.pack(tensors, pin.address)
+    assert plan.digest_in_place() == plan.pack(tensors, pin.address)
     packed = plan.leaf_list.tobytes()
-    plan.digest_in_place(tensors)
+    plan.digest_in_place()
     list_at = anonymous_pin(plan.table.leaves_nbytes)
     plan.write_lists(list_at.address)
     assert bytes(list_at.buffer)[: len(packed)] == packed

@@ -222,10 +222,12 @@ def test_a_pass_finds_what_torch_says_is_not_finite(name: str, *, native: bool) 
         assert plan.non_finite.tolist() == [not is_finite(one).all() for one in many]
 
 
-@pytest.mark.parametrize("native", [pytest.param(True, marks=compiled), False])
+@pytest.mark.parametrize(
+    ("native", "threads"),
+    [pytest.param(True, 1, marks=compiled), pytest.param(True, 2, marks=compiled), (False, 1)],
+)
 @pytest.mark.parametrize("name", ["bfloat16", "float32", "float8_e4m3fnuz"])
-@pytest.mark.parametrize("at", [0, 1, 77, 65_535, 65_536, -70, -1])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("at", [1, 65_535, 65_536, -1])
 def test_one_number_anywhere_is_found_and_only_in_its_tensor(
     name: str, at: int, threads: int, *, native: bool
 ) -> None:
@@ -340,8 +342,7 @@ def test_a_helper_that_begins_after_the_pass_is_over_does_nothing(
     class Pool:
         def submit(self, work: Callable[..., object], *arguments: object) -> None:
             kept.append(partial(work, *arguments))
-            msg = "can't start new thread"
-            raise RuntimeError(msg)
+            raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(passes._POOL, "_executor", Pool())
     fake = _FakeNative()
@@ -356,8 +357,7 @@ def test_a_helper_that_begins_after_the_pass_is_over_does_nothing(
 def test_a_pass_without_any_helper_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pool:
         def submit(self, *_: object) -> None:
-            msg = "cannot schedule new futures after shutdown"
-            raise RuntimeError(msg)
+            raise RuntimeError("cannot schedule new futures after shutdown")
 
     monkeypatch.setattr(passes._POOL, "_executor", Pool())
     source = Buffers([5 << 20, 1 << 20])

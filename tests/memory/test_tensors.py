@@ -19,7 +19,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Both ways to compare."""
     if request.param == "python":
         monkeypatch.setattr(passes, "NATIVE", None)
-    elif passes.native_module() is None:
+    elif passes.NATIVE is None:
         pytest.skip(f"no compiled module: {passes.native_cause()}")
 
 
@@ -80,7 +80,7 @@ def test_many_tensors_of_many_kinds_are_compared_with_what_is_asked_for_ahead_of
 
 
 def test_the_compiled_module_finds_its_way_in_this_torchs_tensors() -> None:
-    native = passes.native_module()
+    native = passes.NATIVE
     if native is None:
         pytest.skip("not compiled")
     assert native.learn_layout(torch.Tensor.__base__, torch.empty(1), 0, 0)

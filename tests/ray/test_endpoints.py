@@ -73,16 +73,6 @@ def test_endpoints_exchange_bytes_only(trainer: Learner, rollout: MakeRollout) -
     assert all(json.loads(item) for item in passed if item)
 
 
-def test_a_trainer_that_is_told_no_version_counts_on(
-    trainer: Learner, rollout: MakeRollout
-) -> None:
-    engine = rollout()
-    trainer.publish_weights(4)
-    told, manifests = trainer.publish_weights()
-    assert Announcement.from_json(told).weight_version == 5
-    assert answer(engine.update_weights(manifests["shared-memory"])).active_version == 5
-
-
 def test_an_answer_carries_version_root_and_proof(trainer: Learner, rollout: MakeRollout) -> None:
     engine = rollout()
     told, manifests = trainer.publish_weights(1)

@@ -107,8 +107,7 @@ def failing() -> TwoPhaseExecutor:
     def fail(step: str) -> None:
         if DEATH.exists() and DEATH.read_text() == step:
             DEATH.unlink()
-            msg = f"no more memory in {step}"
-            raise OSError(msg)
+            raise OSError(f"no more memory in {step}")
 
     return executor_of(fail)
 
@@ -164,8 +163,7 @@ class Elsewhere(Watched):
         """Notice what the file says."""
         said = DEATH.read_text() if DEATH.exists() else ""
         if said == "gone":
-            msg = "the engine is gone. Start a fresh one."
-            raise EngineLost(msg)
+            raise EngineLost("the engine is gone. Start a fresh one.")
         if said == "fresh":
             DEATH.unlink()
             self.held_id = None
@@ -183,8 +181,7 @@ class Elsewhere(Watched):
         super().install(manifest, tensors)
         if DEATH.exists() and DEATH.read_text() == "install":
             DEATH.unlink()
-            msg = "no more memory"
-            raise OSError(msg)
+            raise OSError("no more memory")
 
     def commit(self) -> None:
         super().commit()

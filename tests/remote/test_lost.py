@@ -1,13 +1,24 @@
 """An engine that ends, or is started anew, while its side-car goes on."""
 
+import errno
+import os
+import socket
+from pathlib import Path
+
 import httpx
 import pytest
 
 from rl_bridge import TensorBridge, WeightUpdateManifest
-from rl_bridge.errors import EngineLost, StaleUpdate, WeightUpdateRejectedError
+from rl_bridge.errors import (
+    EngineLost,
+    StaleUpdate,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.remote import RemoteEngine
 from tests.helpers import weights
 from tests.remote.engines import DEATH
-from tests.remote.process import SidecarProcess
+from tests.remote.process import SidecarProcess, make_key
 
 
 def publish(trainer: TensorBridge, version: int) -> WeightUpdateManifest:
@@ -64,3 +75,17 @@ def test_an_engine_that_was_started_anew_is_noticed_before_it_is_trusted(
         assert "it was started anew" in status.lost
         engine.update_weights(publish(trainer, 3))
         assert engine.status().state == "serving"
+
+
+def test_a_client_without_descriptors_is_told_so_and_no_engine_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_args: object, **_kwargs: object) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "create_connection", exhausted)
+    with (
+        RemoteEngine("http://127.0.0.1:9", make_key(tmp_path)) as engine,
+        pytest.raises(WeightBridgeUnavailableError, match=r"could not be sent: .*Close files"),
+    ):
+        engine.status()

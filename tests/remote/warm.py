@@ -53,7 +53,7 @@ def main() -> None:
     import fastapi  # noqa: F401 - for the side-cars
     import h11  # noqa: F401 - for the side-cars
 
-    import rl_bridge.cli  # noqa: F401 - for the side-cars
+    import rl_bridge.cli.sidecar  # noqa: F401 - for the side-cars
     import tests.helpers  # noqa: F401 - for the side-cars
 
     # Nobody here asks how they end: whoever started one sees that it did.

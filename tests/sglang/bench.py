@@ -3,7 +3,7 @@
 import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import RolloutExecutor, make_weight_bridge
+from rl_bridge import RolloutExecutor, WeightUpdateRejectedError, make_weight_bridge
 from rl_bridge.engines.sglang.client import connect
 from rl_bridge.engines.sglang.engine_adapter import SGLangServing
-from rl_bridge.engines.sglang.loaders import ROUTES, DiskRoute, RouteName
+from rl_bridge.engines.sglang.loaders import ROUTES, DiskRoute, DistributedRoute, RouteName
 from rl_bridge.engines.staging import Staging
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.testing.processes import until
@@ -91,7 +91,8 @@ def executor_for(
     engine: Any,
     *,
     api_key: str | None = None,
-    directory: Path | None = None,
+    route: str | DistributedRoute = "import",
+    tmp_path: Path | None = None,
     serving: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[RolloutExecutor]:
@@ -100,13 +101,15 @@ def executor_for(
     Args:
         engine: an `Engine`, or a server's URL.
         api_key: of a server.
-        directory: for the route ``disk``.
+        route: what `SGLangInstallAdapter` takes; for ``disk`` there is a folder in `tmp_path`.
+        tmp_path: of the test.
         serving: what `SGLangServing` takes.
         options: what `SGLangInstallAdapter` takes.
 
     """
-    if directory is not None:
-        options["route"] = DiskRoute(directory)
+    options["route"] = route
+    if route == "disk" and tmp_path is not None:
+        options["route"] = DiskRoute(tmp_path / "versions")
     if serving is not None:
         options["serving"] = SGLangServing(**serving)
     if api_key is not None:
@@ -138,6 +141,18 @@ class Bench(Stand):
         """It holds and answers what a fresh engine of its version does."""
         assert sums_of(self.engine) == self.sums[self.holds], what
         super().check(what)
+
+    def fails_at(self, executor: RolloutExecutor, tensors: Iterable[int], **where: int) -> None:
+        """Updates that fail at each of these tensors are undone; the one behind them lands."""
+        for nth in tensors:
+            self.plant("fail", nth, **where)
+            with pytest.raises(WeightUpdateRejectedError, match="" if where else f"tensor {nth}"):
+                executor.update_weights(self.publish())
+            assert sums_of(self.engine) == self.sums[self.holds], nth
+        self.check()
+        self.uproot()
+        self.update(executor)
+        self.check()
 
     def plant(self, point: str, nth: int = 0, rank: int | None = None) -> None:
         """Plant a fault in the scheduler's process, of all ranks or of one."""

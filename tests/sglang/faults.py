@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rl_bridge.engines import model_installer, staging, through
+from rl_bridge.engines import model_installer, staging
 from rl_bridge.engines.evidence import Places
 from rl_bridge.engines.lora_slots import SlotInstaller
 from rl_bridge.engines.model_installer import ModelInstaller
@@ -23,7 +23,7 @@ from rl_bridge.engines.sglang.host import tensor_group
 from rl_bridge.engines.staging import Exchange, Staged, TensorChange
 from rl_bridge.installers.snapshot import Snapshot
 from rl_bridge.testing import in_rank
-from tests.engines.adapter_suite import DAMAGES
+from tests.engines.adapter_suite import DAMAGES, Slot, damage_slots
 from tests.engines.faults import PlantedError, flip_byte, patch, uproot
 
 Named = tuple[str, torch.Tensor]
@@ -46,33 +46,18 @@ def ask(model: torch.nn.Module, named: list[Named]) -> None:
 def _damage_slot(what: str) -> Callable[[torch.nn.Module, int], None]:
     """Let the slot of each adapter that is staged hold something else: see `AdapterSuite`."""
 
-    def damage(_: torch.nn.Module, __: int) -> None:
-        original = vars(SlotInstaller)["stage"]
+    def slot_of(manager: Any, slot: int) -> Slot:
+        layers = manager.lora_modules[0]
+        layer = next(one for name, one in layers.items() if name.endswith("gate_up_proj"))
+        gate, up = layer.lora_b[slot].chunk(2)
 
-        def stage(installer: Any, version: Any, *given: Any) -> None:
-            original(installer, version, *given)
-            manager, slot = installer._manager, installer.slot_of(version)
-            layers = manager.lora_modules[0]
-            layer = next(one for name, one in layers.items() if name.endswith("gate_up_proj"))
-            first, b = layer.lora_a[slot], layer.lora_b[slot]
-            gate, up = b[: len(b) // 2], b[len(b) // 2 :]
-            if what == "swap gate and up":
-                kept = gate.clone()
-                gate.copy_(up)
-                up.copy_(kept)
-            elif what == "scale B twice":
-                gate.mul_(2)
-            elif what == "leave what was behind the rank":
-                first[-1, -1] = 1
-            elif what == "leave the slot empty":
-                for one in layers.values():
-                    one.lora_b[slot].zero_()
-            else:
-                installer.free_slot(version)
+        def empty() -> None:
+            for one in layers.values():
+                one.lora_b[slot].zero_()
 
-        patch(SlotInstaller, "stage", stage)
+        return Slot(gate, up, layer.lora_a[slot], empty)
 
-    return damage
+    return lambda _model, _nth: damage_slots(what, slot_of)
 
 
 def drop_adapters(model: torch.nn.Module, _: int) -> None:
@@ -132,8 +117,7 @@ def _around_staging(change: Callable[[int, Named], Named]) -> None:
             tensors = dict(change(i, item) for i, item in enumerate(tensors.items()))
         original(plan, tensors, *args, **options)
 
-    for owner in (model_installer, through):
-        patch(owner, "assemble", assemble)
+    patch(model_installer, "assemble", assemble)
 
 
 class _Upto(list[TensorChange]):
@@ -144,8 +128,7 @@ class _Upto(list[TensorChange]):
     def __iter__(self) -> Iterator[TensorChange]:
         for index, item in enumerate(super().__iter__()):
             if index == self.nth % len(self):
-                msg = f"planted at tensor {self.nth}"
-                raise PlantedError(msg)
+                raise PlantedError(f"planted at tensor {self.nth}")
             yield item
 
 
@@ -154,8 +137,7 @@ def _fail(model: torch.nn.Module, nth: int) -> None:
 
     def change(index: int, item: Named) -> Iterable[Named]:
         if index == nth:
-            msg = f"planted at tensor {index}"
-            raise PlantedError(msg)
+            raise PlantedError(f"planted at tensor {index}")
         return [item]
 
     _around_load(model, change)
@@ -169,9 +151,11 @@ def _fail(model: torch.nn.Module, nth: int) -> None:
     patch(Exchange, "apply", apply)
     write, written = vars(ModelInstaller)["_write"], [0]
 
-    def fail(self: ModelInstaller, version: through.Written, layer: through.Layer) -> Staged:
+    def fail(
+        self: ModelInstaller, version: model_installer.Written, layer: model_installer.Layer
+    ) -> Staged:
         done: Staged = write(self, version, layer)
-        if written[0] == nth % len(through.layers_of(version.plan)):
+        if written[0] == nth % len(model_installer.layers_of(version.plan)):
             msg = f"planted at tensor {nth}"
             written[0] = -1  # the undo writes, too
             raise PlantedError(msg)
@@ -186,8 +170,7 @@ def _staging(model: torch.nn.Module, nth: int) -> None:
     del model, nth
 
     def run(*_args: Any, **_kwargs: Any) -> None:
-        msg = "planted in the staging"
-        raise PlantedError(msg)
+        raise PlantedError("planted in the staging")
 
     patch(staging, "BytePlan", run)
 
@@ -257,8 +240,7 @@ def _undo(model: torch.nn.Module, nth: int) -> None:
     _fail(model, nth)
 
     def fails(*_: Any) -> None:
-        msg = "planted in the undo"
-        raise PlantedError(msg)
+        raise PlantedError("planted in the undo")
 
     patch(Snapshot, "restore", fails)
     patch(Places, "check", fails)

@@ -132,18 +132,6 @@ class TestSGLang(AdapterSuite):
     """An ``Engine``, with one rank and with two."""
 
 
-def test_requests_name_the_active_version_or_one_that_is_resident_and_no_other(
-    engine: SGLangAdapted,
-) -> None:
-    first, second, third = engine.update(0), engine.update(1), engine.update(0)
-    assert engine.executor.lora_request("policy") == f"policy@{third}"
-    assert engine.asked("policy") == engine.fresh[1]
-    assert engine.asked(f"policy@{second}") == engine.fresh[2]
-    with pytest.raises(ValueError, match=f"policy@{first}"):
-        engine.asked(f"policy@{first}")
-    assert engine.asked("policy") == engine.fresh[1]
-
-
 def test_cached_prefixes_of_one_version_are_never_used_for_another(engine: SGLangAdapted) -> None:
     seen: dict[int, list[Any]] = {0: [], 1: []}
     for number in (0, 1, 0, 1):

@@ -12,7 +12,6 @@ from rl_bridge.engines.sglang.loaders import RouteName
 from rl_bridge.errors import SessionRefused
 from tests.engines.stand import label_of
 from tests.sglang.bench import Bench, executor_for
-from tests.sglang.test_equal import folder
 
 # The call by which a route's bytes come in.
 LOADS: dict[RouteName, str] = {
@@ -21,10 +20,6 @@ LOADS: dict[RouteName, str] = {
     "disk": "update_weights_from_disk",
 }
 NAMED = rf"driver .*process {os.getpid()} on .* has this engine"
-
-
-class KilledError(Exception):
-    """The driver ends here."""
 
 
 def before(executor: RolloutExecutor, route: str, first: Callable[[], object]) -> None:
@@ -50,37 +45,13 @@ def label(bench: Bench) -> str:
 
 
 @pytest.mark.parametrize("route", LOADS)
-def test_what_a_killed_driver_did_not_prove_is_taken_back(
-    route: RouteName, bench: Bench, tmp_path: Path
-) -> None:
-    def die() -> None:
-        raise KilledError
-
-    options: dict[str, Any] = {"route": route, "directory": folder(route, tmp_path)}
-    with executor_for(bench.engine, **options) as dead:
-        adapter: Any = dead.weight_install_adapter
-        manifest, tensors = bench.trainer.publish(bench.next()), bench.next()
-        adapter.prepare(manifest, tensors)
-        before(dead, LOADS[route], die)
-        with pytest.raises(KilledError):
-            adapter.install(manifest, tensors)
-        with executor_for(bench.engine) as executor:
-            executor.recover()
-            assert not is_paused(bench)
-            bench.check()
-            bench.update(executor)
-            bench.check()
-
-
-@pytest.mark.parametrize("route", LOADS)
 def test_a_load_that_comes_behind_a_take_over_is_not_let_in(
     route: RouteName, bench: Bench, tmp_path: Path
 ) -> None:
     """It would write over what the other one has proven, and nobody would look again."""
     theirs, mine = (bench.trainer.publish(bench.weights[n]) for n in (bench.holds, 1 - bench.holds))
-    options: dict[str, Any] = {"route": route, "directory": folder(route, tmp_path)}
     with (
-        executor_for(bench.engine, **options) as late,
+        executor_for(bench.engine, route=route, tmp_path=tmp_path) as late,
         executor_for(bench.engine, take_over=True) as successor,
     ):
         # Behind its begin, and before the session that a successor would end.

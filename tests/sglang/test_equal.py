@@ -1,7 +1,6 @@
 """After each update an engine holds and answers, to the bit, what a fresh one does."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,19 +10,10 @@ from rl_bridge.engines.staging import Staging
 from tests.sglang.bench import WAYS, Bench, executor_for
 
 
-def folder(route: RouteName, tmp_path: Path) -> Path | None:
-    return tmp_path / "versions" if route == "disk" else None
-
-
 def alternate(
     bench: Bench, route: RouteName, tmp_path: Path, times: int, *, staging: Staging | None = None
 ) -> None:
-    options: dict[str, Any] = {
-        "route": route,
-        "directory": folder(route, tmp_path),
-        "staging": staging,
-    }
-    with executor_for(bench.engine, **options) as executor:
+    with executor_for(bench.engine, route=route, tmp_path=tmp_path, staging=staging) as executor:
         for turn in range(times):
             bench.plant("fail", nth=turn % len(bench.weights[0]))
             refused = bench.trainer.publish(bench.next())

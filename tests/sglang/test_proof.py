@@ -13,7 +13,6 @@ from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
 from tests.engines.matrix import few_of
 from tests.sglang.bench import Bench, executor_for, sums_of
-from tests.sglang.test_equal import folder
 
 STAGINGS: tuple[Staging, ...] = ("beside", "through")
 
@@ -44,7 +43,7 @@ def test_a_wrong_tensor_is_found_whichever_it_is(
 def test_sglang_says_success_and_the_weight_is_wrong(
     route: RouteName, bench: Bench, tmp_path: Path
 ) -> None:
-    with executor_for(bench.engine, route=route, directory=folder(route, tmp_path)) as executor:
+    with executor_for(bench.engine, route=route, tmp_path=tmp_path) as executor:
         bench.plant("wrong", 5)
         with pytest.raises(ProofFailed, match="does not hold tensor"):
             executor.update_weights(bench.trainer.publish(bench.next()))

@@ -20,7 +20,7 @@ from rl_bridge import (
 from rl_bridge.engines.sglang.engine_adapter import PauseMode
 from rl_bridge.engines.sglang.loaders import ROUTES, RouteName
 from rl_bridge.engines.staging import Staging
-from rl_bridge.errors import IncompatibleUpdate, SessionRefused
+from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.sidecars import URL
 from tests.engines.stand import WAIT_S, Stand, label_of
@@ -28,7 +28,7 @@ from tests.engines.trainer import Trainer
 from tests.remote.process import SidecarProcess, make_key
 from tests.sglang.bench import Engines, executor_for
 from tests.sglang.served import KEY, Served, make_api_key, served
-from tests.sglang.test_equal import folder
+from tests.trainers_torch.worlds import World
 
 KIND = Kind("qwen2")
 DYING = "tests.sglang.sidecars:dying"
@@ -66,12 +66,29 @@ def stand(server: Served, engines: Engines, trainer: Trainer) -> OnServer:
 def test_a_server_takes_updates_by_each_route(
     route: RouteName, stand: OnServer, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"route": route, "directory": folder(route, tmp_path), "api_key": KEY}
-    with executor_for(stand.engine.url, **options) as executor:
+    with executor_for(stand.engine.url, route=route, tmp_path=tmp_path, api_key=KEY) as executor:
         for _ in range(2):
             manifest = stand.update(executor)
             stand.check()
             assert stand.engine.label() == label_of(manifest)
+
+
+def test_miles_updates_a_server_by_its_own_protocol(
+    checkpoints: Checkpoints, stand: OnServer, tmp_path: Path
+) -> None:
+    trainer = World(1, tmp_path, "tests.integrations.framework_ranks")
+    trainer.run("miles_begins", url=stand.engine.url, key=KEY)
+    for version, number in ((1, 1), (3, 0), (5, 1)):  # miles counts refused ones
+        assert trainer.run("sync", path=checkpoints.path(KIND, number)) == [""]
+        stand.holds = number
+        stand.check()
+        assert stand.engine.label() == str(version)
+        name = next(iter(stand.weights[0]))
+        (refused,) = trainer.run("sync", path=checkpoints.path(KIND, 1 - number), damaged=name)
+        assert name in refused
+        stand.check()
+    trainer.run("leave_engines")
+    trainer.leave()
 
 
 def test_a_server_does_nothing_without_its_key(stand: OnServer) -> None:
@@ -192,18 +209,6 @@ def test_killed_behind_any_step_its_next_start_brings_the_living_server_to_a_ver
 ) -> None:
     # All ranks had proven it, so it goes forward.
     stand.side_car_dies(sidecar, DYING, {"install": True, "commit": True})
-
-
-def test_a_side_car_without_books_is_refused_unless_it_takes_the_server_over(
-    stand: OnServer, sidecar: SidecarProcess
-) -> None:
-    """The one of the test before was killed."""
-    key = make_api_key(sidecar.directory)
-    sidecar.start(stand.engine.url, server="sglang", api_key_file=key)
-    with sidecar.client(timeout_s=WAIT_S) as engine:
-        with pytest.raises(SessionRefused, match=r"driver .* has this engine"):
-            engine.update_weights(stand.publish())
-        stand.check()
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "broadcast"])

@@ -102,12 +102,15 @@ class Client:
 class Rig:
     """One trainer and one engine over shared memory."""
 
-    def __init__(self, stack: ExitStack, *, threshold_nbytes: int = 1 << 30) -> None:
+    def __init__(
+        self, stack: ExitStack, *, threshold_nbytes: int = 1 << 30, **clean_up: Any
+    ) -> None:
         self.sender = stack.enter_context(
             BridgeTransferSender(
                 make_weight_bridge("shared-memory", source_worker="trainer"),
                 SharedMemoryWeightUpdateRequest,
                 threshold_nbytes=threshold_nbytes,
+                **clean_up,
             )
         )
         self.engine, self.receiver, self.loader = self._make_engine(stack)

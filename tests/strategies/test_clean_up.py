@@ -9,7 +9,7 @@ import torch
 
 from rl_bridge.errors import GroupAborted
 from rl_bridge.groups.exchange import GroupExchange, StoreExchange
-from rl_bridge.strategies.sender import CleanUp, HelperTransferSender
+from rl_bridge.strategies.sender import HelperTransferSender
 from rl_bridge.trainers.chunks import WeightChunk
 from tests.groups.rig import HashStore, everywhere
 from tests.strategies.rig import Rig, chunks_of, rig, run, weights
@@ -72,8 +72,7 @@ class Chunks:
 @contextmanager
 def noting(order: list[str], broken: str = "") -> Iterator[Rig]:
     """A rig that notes what is loaded and what follows a sync."""
-    with rig(threshold_nbytes=320) as r:
-        r.sender._clean_up = CleanUp(device=Device(order, broken), exchange=Alone(order))
+    with rig(threshold_nbytes=320, device=Device(order, broken), exchange=Alone(order)) as r:
         load = r.engine.load
 
         def noted(pairs: list[tuple[str, torch.Tensor]]) -> None:
@@ -112,9 +111,8 @@ def test_a_step_that_fails_does_not_keep_the_others_from_being_taken() -> None:
 
 def test_helper_ranks_learn_what_became_of_a_sync_and_why() -> None:
     here, there = exchanges(2)
-    with rig() as r:
-        r.sender._clean_up = CleanUp(exchange=here, timeout_s=20)
-        helper = HelperTransferSender(CleanUp(exchange=there, timeout_s=20))
+    with rig(exchange=here, timeout_s=20) as r:
+        helper = HelperTransferSender(exchange=there, timeout_s=20)
 
         def sync(version: int) -> list[Any]:
             r.engine.calls.clear()
@@ -142,7 +140,7 @@ def test_helper_ranks_learn_what_became_of_a_sync_and_why() -> None:
 
 def test_a_rank_that_never_comes_ends_the_wait_within_the_deadline() -> None:
     here, _ = exchanges(2)
-    helper = HelperTransferSender(CleanUp(exchange=here, timeout_s=0.2))
+    helper = HelperTransferSender(exchange=here, timeout_s=0.2)
     with pytest.raises(GroupAborted, match=r"no answer from ranks \(1,\)"), rig() as r:
         run(helper.send_chunks(chunks_of(weights(1)), r.client))
 
@@ -151,16 +149,15 @@ def test_an_error_behind_the_send_says_that_the_version_stands_and_not_that_it_i
     None
 ):
     here, there = exchanges(2)
-    with rig() as r:
-        r.sender._clean_up = CleanUp(exchange=here, timeout_s=0.2)
+    with rig(exchange=here, timeout_s=0.2) as r:
         with pytest.raises(GroupAborted, match=r"no answer from ranks \(1,\)") as caught:
             r.sync(1)
         assert r.engine.holds(1)
         told = [str(caught.value), *caught.value.__notes__]
         assert told[-1] == "rl_bridge: version 0 was sent and stands."
         assert not any("withdraw" in one or "no rank publishes" in one for one in told)
-        r.sender._clean_up = CleanUp(exchange=here, timeout_s=20)
-        helper = HelperTransferSender(CleanUp(exchange=there, timeout_s=20))
+        r.sender._timeout_s = 20
+        helper = HelperTransferSender(exchange=there, timeout_s=20)
 
         def broken() -> Iterator[WeightChunk]:
             yield from chunks_of(weights(2))
@@ -181,9 +178,8 @@ def test_an_error_behind_the_send_says_that_the_version_stands_and_not_that_it_i
 @pytest.mark.parametrize("num", [2, 3])
 def test_a_rank_that_waited_in_a_gather_for_one_that_broke_off_learns_why(num: int) -> None:
     here, there, *_ = exchanges(num)  # a third rank never comes
-    with rig() as r:
-        r.sender._clean_up = CleanUp(exchange=here, timeout_s=20)
-        helper = HelperTransferSender(CleanUp(exchange=there, timeout_s=0.1))
+    with rig(exchange=here, timeout_s=20) as r:
+        helper = HelperTransferSender(exchange=there, timeout_s=0.1)
 
         def broken() -> Iterator[WeightChunk]:
             yield next(chunks_of(weights(1)))

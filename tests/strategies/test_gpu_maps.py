@@ -16,7 +16,7 @@ from rl_bridge.strategies.requests import (
     PackedCudaIpcWeightUpdateRequest,
     WeightUpdateRequest,
 )
-from rl_bridge.strategies.sender import CleanUp, CudaIpcTransferSender, merge_handles
+from rl_bridge.strategies.sender import CudaIpcTransferSender, merge_handles
 from rl_bridge.trainers.chunks import WeightChunk
 from tests.groups.rig import everywhere
 from tests.strategies.rig import Client, chunks_of, run, weights
@@ -81,9 +81,13 @@ class Ranks:
         bridge = make_weight_bridge(
             "shared-memory", source_worker="trainer", source_rank=rank, state_dir=own_dir
         )
-        clean_up = CleanUp(exchange=exchange, timeout_s=20)
         sender = CudaIpcTransferSender(
-            bridge, kind, gpu=f"GPU-{rank}", threshold_nbytes=320, clean_up=clean_up
+            bridge,
+            kind,
+            gpu=f"GPU-{rank}",
+            threshold_nbytes=320,
+            exchange=exchange,
+            timeout_s=20,
         )
         return self._stack.enter_context(sender)
 

@@ -11,6 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed import distributed_c10d
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.trainers.megatron import MegatronWeightExtractor
@@ -34,6 +35,10 @@ PLAIN: dict[str, Any] = {
 def parallel(tp: int = 1, pp: int = 1, ep: int = 1) -> None:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+        # Megatron forgets its groups, whose threads never stop looking for something to do.
+        world = torch.distributed.group.WORLD
+        for group in [one for one in distributed_c10d._world.pg_map if one is not world]:
+            torch.distributed.destroy_process_group(group)
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
 

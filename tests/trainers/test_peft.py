@@ -77,17 +77,19 @@ def test_merging_takes_the_memory_of_a_ranks_part_and_of_a_chunk(two: World, tra
 
 
 @pytest.mark.parametrize("trainer", ["fsdp1", "zero1", "zero3"])
-def test_ranks_refuse_a_decomposed_adapter_as_one_process_does(two: World, trainer: str) -> None:
-    for answer in two.run("not_by_adding", trainer=trainer):
-        assert "q_proj' has an adapter that is not merged by adding" in answer
-
-
-@pytest.mark.parametrize("trainer", ["fsdp1", "zero1", "zero3"])
-def test_ranks_refuse_an_adapter_of_one_of_two_tied_layers_all_of_them(
-    two: World, trainer: str
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("not_by_adding", "q_proj' has an adapter that is not merged by adding"),
+        ("tied_head", "lm_head.weight' and 'model.embed_tokens.weight' are one tensor"),
+        ("with_biases", "bias='lora_only'"),
+    ],
+)
+def test_ranks_refuse_what_one_process_refuses_all_of_them(
+    two: World, case: str, says: str, trainer: str
 ) -> None:
-    for answer in two.run("tied_head", trainer=trainer):
-        assert "lm_head.weight' and 'model.embed_tokens.weight' are one tensor" in answer
+    for answer in two.run(case, trainer=trainer):
+        assert says in answer
 
 
 def test_a_hook_publishes_what_peft_itself_would_merge_and_casts_it() -> None:
@@ -101,37 +103,6 @@ def test_a_hook_publishes_what_peft_itself_would_merge_and_casts_it() -> None:
         StepPublisher(bridge, extractor, executor.update_weights, dtype=torch.bfloat16).publish()
     merged = copy.deepcopy(model).merge_and_unload().state_dict()
     assert all(torch.equal(one, merged[n].bfloat16()) for n, one in engine.state_dict().items())
-
-
-def test_a_hook_that_merges_around_each_update_sends_what_peft_itself_would_merge() -> None:
-    model, engine = peft_cases.adapted(), peft_cases.base()
-    trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.25)  # halves them: merging stays exact
-
-    class MergedPublisher(StepPublisher):
-        def publish(self) -> WeightUpdateManifest:
-            model.merge_adapter()
-            try:
-                return super().publish()
-            finally:
-                model.unmerge_adapter()
-
-    with make_weight_bridge("shared-memory") as bridge, make_weight_bridge("shared-memory") as it:
-        adapter = ModuleInstallAdapter(engine, mode="copy")
-        with RolloutExecutor(weight_bridge=it, weight_install_adapter=adapter) as executor:
-            extractor = StateDictExtractor(model)
-            MergedPublisher(bridge, extractor.local, send=executor.update_weights).after_steps_of(
-                optimizer
-            )
-            for step in range(3):
-                optimizer.zero_grad()
-                loss: Any = torch.stack([one.square().sum() for one in trained]).sum()
-                loss.backward()
-                optimizer.step()
-                merged = copy.deepcopy(model).merge_and_unload()
-                assert executor.active_weight_version == step
-                expected = merged.state_dict()
-                assert all(t.equal(expected[name]) for name, t in engine.state_dict().items())
 
 
 # ---- an adapter alone, as a version of its own ---------------------------------------------------
@@ -189,14 +160,6 @@ def test_an_adapter_with_biases_of_the_base_is_refused_and_merged_weights_have_t
             bridge.publish(StateDictExtractor(model, adapters="only"), weight_version=1)
         found = it.import_update(bridge.publish(model, weight_version=1, merged=True))
         assert found["0.bias"].eq(7).all()
-
-
-@pytest.mark.parametrize("trainer", ["fsdp1", "fsdp2", "zero1", "zero3"])
-def test_ranks_refuse_an_adapter_with_biases_of_the_base_as_one_process_does(
-    two: World, trainer: str
-) -> None:
-    for answer in two.run("with_biases", trainer=trainer):
-        assert "bias='lora_only'" in answer
 
 
 def test_scalings_are_those_that_the_layers_compute_with() -> None:
@@ -294,12 +257,13 @@ def test_an_adapter_of_one_of_two_tied_layers_is_not_merged() -> None:
         bridge.publish(model, weight_version=1, merged=True)
 
 
-def test_a_decomposed_adapter_is_not_merged_by_adding() -> None:
-    options = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], use_dora=True)
-    model = get_peft_model(peft_cases.base(), options)
+@pytest.mark.parametrize("more", ["use_dora", "lora_bias"])
+def test_what_is_not_merged_by_adding_is_refused(more: str) -> None:
+    options: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], more: True}
+    model = get_peft_model(peft_cases.base(), LoraConfig(**options))
     with (
         make_weight_bridge("local") as bridge,
-        pytest.raises(IncompatibleUpdate, match=r"q_proj.*DoRA.*merge_adapter"),
+        pytest.raises(IncompatibleUpdate, match=r"q_proj.*not merged by adding.*merge_adapter"),
     ):
         bridge.publish(model, weight_version=1, merged=True)
 
@@ -339,16 +303,6 @@ def test_an_adapter_whose_name_is_a_number_keeps_the_numbers_of_layers() -> None
     with make_weight_bridge("local") as bridge:
         manifest = bridge.publish(model, weight_version=1, adapter="0")
     assert manifest.tensors.keys() == get_peft_model_state_dict(model, adapter_name="0").keys()
-
-
-def test_a_bias_of_an_adapters_own_is_not_left_out_of_merged_weights() -> None:
-    options = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], lora_bias=True)
-    model = get_peft_model(peft_cases.base(), options)
-    with (
-        make_weight_bridge("local") as bridge,
-        pytest.raises(IncompatibleUpdate, match=r"q_proj.*not merged by adding"),
-    ):
-        bridge.publish(model, weight_version=1, merged=True)
 
 
 # ---- directories ---------------------------------------------------------------------------------

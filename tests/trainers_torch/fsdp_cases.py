@@ -26,7 +26,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-import rl_bridge
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeError
 from rl_bridge.groups.exchange import ProcessGroupExchange
 from rl_bridge.strategies.requests import WeightUpdateRequest
@@ -260,24 +259,6 @@ def exchanged(build: str) -> bool:
     got = {name: t for chunk in extractor.local() for name, t in chunk.items()}
     name = "blocks.0.up.weight"
     return torch.equal(got[name], state[name].to_local())
-
-
-def published(build: str) -> Any:
-    extractor = FSDPWeightExtractor(built(build), chunk_nbytes=300)
-    trainable = extractor.trainable_names()
-    placements = extractor.placements(torch.bfloat16)
-    with rl_bridge.make_weight_bridge("local-clone", suspicious="off") as bridge:
-        first, second = (
-            bridge.publish(
-                extractor.local(torch.bfloat16), weight_version=version, trainable=trainable
-            )
-            for version in (1, 2)
-        )
-        return {
-            "names": list(first.tensors),
-            "local_names": list(placements),
-            "roots_equal": first.root == second.root,
-        }
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -101,12 +101,6 @@ def test_a_parameter_that_was_exchanged_is_found(two: World) -> None:
     assert all(two.run("exchanged", build="fsdp2"))
 
 
-def test_chunks_of_local_parts_are_published(two: World) -> None:
-    for answer in two.run("published", build="fsdp2"):
-        assert answer["names"] == sorted(answer["local_names"])
-        assert answer["roots_equal"]
-
-
 @pytest.mark.parametrize("build", ["wide_fsdp2", "wide_fsdp2_columns", "wide_fsdp1"])
 def test_gathering_takes_no_more_memory_than_one_chunk(two: World, build: str) -> None:
     limit = 8 << 20

@@ -43,45 +43,35 @@ def model(*, merged: bool = True) -> nn.Module:
     return peft
 
 
-def names(adapters: str) -> set[str]:
-    return set(StateDictExtractor(model(), adapters=adapters).placements())
-
-
-def test_merged_weights_have_the_names_of_the_model() -> None:
-    assert names("merged") == {"q_proj.weight", "norm.weight", "head.weight"}
-    made = model()
-    extractor = StateDictExtractor(made)
-    tensors = {n: t for c in extractor.local() for n, t in zip(c.names, c.tensors, strict=True)}
-    trained = made.base_model.model["head"].modules_to_save["default"].weight  # type: ignore[index, union-attr]
-    assert tensors["head.weight"].data_ptr() == trained.data_ptr()
-
-
-def test_base_weights_have_the_names_of_the_model_too() -> None:
-    assert names("base") == {"q_proj.weight", "norm.weight", "head.weight"}
-
-
-def test_adapters_alone_have_the_names_of_peft_s_checkpoints() -> None:
-    assert names("only") == {
-        "base_model.model.q_proj.lora_A.weight",
-        "base_model.model.q_proj.lora_B.weight",
-        "base_model.model.head.weight",
-    }
+@pytest.mark.parametrize(
+    ("adapters", "names"),
+    [
+        ("merged", {"q_proj.weight", "norm.weight", "head.weight"}),
+        ("base", {"q_proj.weight", "norm.weight", "head.weight"}),
+        (
+            "only",
+            {
+                "base_model.model.q_proj.lora_A.weight",
+                "base_model.model.q_proj.lora_B.weight",
+                "base_model.model.head.weight",
+            },
+        ),
+    ],
+)
+def test_what_is_published_has_the_models_names_or_those_of_peft_s_checkpoints(
+    adapters: str, names: set[str]
+) -> None:
+    assert set(StateDictExtractor(model(), adapters=adapters).placements()) == names
 
 
 def test_frozen_weights_are_not_taken_for_merged_ones() -> None:
-    extractor = StateDictExtractor(model(merged=False))
-    with pytest.raises(IncompatibleUpdate, match="merge_adapter"):
-        next(extractor.local())
-    assert list(StateDictExtractor(model(merged=False), adapters="base").local())
-
-
-def test_adapters_that_come_apart_later_are_noticed() -> None:
     made = model()
     extractor = StateDictExtractor(made)
     list(extractor.local())
     made.base_model.model["q_proj"].merged = False  # type: ignore[index, union-attr]
     with pytest.raises(IncompatibleUpdate, match="merge_adapter"):
         next(extractor.local())
+    assert list(StateDictExtractor(model(merged=False), adapters="base").local())
 
 
 def test_a_choice_that_there_is_not_is_refused() -> None:

@@ -104,15 +104,6 @@ def test_a_module_that_gets_another_tensor_is_looked_at_anew() -> None:
     assert described(list(extractor.local(torch.float16))) == reference(model, "float16")
 
 
-def test_requests_are_batched_by_the_threshold() -> None:
-    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(10)))  # 1 KiB each
-    counts = [
-        len(list(StateDictExtractor(model, chunk_nbytes=limit).full()))
-        for limit in (1, 1023, 1024, 2048, 5000, 1 << 30)
-    ]
-    assert counts == [10, 10, 10, 5, 3, 1]
-
-
 def test_trainable_names_reach_publish() -> None:
     model = plain()
     extractor = StateDictExtractor(model)

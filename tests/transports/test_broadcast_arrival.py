@@ -157,7 +157,7 @@ def test_a_layout_of_another_size_than_was_offered_is_not_digested_on_arrival() 
     """A publisher that says so must not make a receiver read beyond its slot."""
     table = TensorTable.pack({"w": ("uint8", (1 << 20,))})
     arrivals = Arrivals(CPUArenas(), "rlb-test")
-    arrivals._tables[table.digest] = table
+    arrivals.learn(table)
     slot = arrivals.reserve(4096)
     assert arrivals.digest_of(table.digest, 4096, slot, 4096) is None
     assert arrivals.digest_of(table.digest, 4096, slot, 1 << 20) is not None

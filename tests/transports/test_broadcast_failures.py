@@ -63,7 +63,7 @@ def receiver(
 ) -> Child:
     """A process that follows from now on."""
     info = trainer.init_info(rank_offset=place).to_json()
-    timeout_s = trainer.publisher.end._timeout_s  # type: ignore[attr-defined]
+    timeout_s = trainer.publisher.end._options.timeout_s  # type: ignore[attr-defined]
     child = start(
         worker=worker, transport_kwargs={"init_info": info, "timeout_s": timeout_s}, **options
     )

@@ -6,8 +6,7 @@ from typing import Any
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.testing.peer import sample_weights
-from rl_bridge.transports.broadcast.init_info import BroadcastHandle
-from rl_bridge.transports.broadcast.messages import PROTOCOL
+from rl_bridge.transports.broadcast.messages import PROTOCOL, BroadcastHandle
 from tests.transports.hostile_rig import Target, every_version_arrives
 
 

@@ -1,16 +1,12 @@
 """Parts of ``nixl`` that need no library: plans of reads, and peers that do not answer."""
 
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from rl_bridge.errors import MalformedManifest, TransferTimeout, TransportUnavailable
-from rl_bridge.transports.nixl.consumer import NIXLConsumer
+from rl_bridge.errors import MalformedManifest, TransportUnavailable
 from rl_bridge.transports.nixl.messages import Leased
 from rl_bridge.transports.nixl.reading import STEP_NBYTES, plan_steps
 from rl_bridge.transports.nixl.serving_process import ServingProcess
@@ -119,33 +115,3 @@ def test_the_error_names_the_signal_that_ended_the_serving_process(
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(TransportUnavailable, match=f"it was ended by {name}"):
         ServingProcess(backend="UCX", params={})
-
-
-@pytest.mark.parametrize("timeout_s", [0.5, 1.0, 5.0])
-def test_a_publisher_that_did_not_answer_is_left_alone_for_a_while(
-    timeout_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing: Any = None
-    end = NIXLConsumer(
-        "rollout",
-        0,
-        make_agent=nothing,
-        make_arenas=nothing,
-        backend="UCX",
-        token=None,
-        num_threads=1,
-        timeout_s=timeout_s,
-        tls=None,
-    )
-    asked: list[float] = []
-
-    def hangs(*_: object, is_observer: bool, within_s: float) -> None:
-        assert not is_observer
-        asked.append(within_s)
-        raise TransferTimeout("it does not answer")
-
-    monkeypatch.setattr(end, "_source", hangs)
-    endpoint: Any = SimpleNamespace(publisher_id="trainer")
-    for _ in range(3):  # updates
-        end._reach(endpoint, time.monotonic() + min(2.0, timeout_s), is_observer=False)
-    assert len(asked) == 1

@@ -273,18 +273,6 @@ def test_a_receiver_leaves_the_attempt_of_a_killed_trainer_and_takes_the_next_on
             assert load_file(folder / "model.safetensors")["w"].equal(weights(1, 1)["w"])
 
 
-def test_an_older_trainer_that_lost_its_lock_takes_back_no_step_of_the_next_one(run: Path) -> None:
-    with files(run, steps="stable") as older:
-        publish(older, 1)
-        (run / ".writer-0").unlink()
-        with files(run, steps="stable") as newer:
-            publish(newer, 2, life=1)
-            with pytest.raises(WeightBridgeUnavailableError, match="has taken over"):
-                publish(older, 2)
-            found = load_file(run / "step_2" / "model.safetensors")
-            assert found["w"].equal(weights(1, 2)["w"])
-
-
 @pytest.mark.parametrize("handshake", ["stable", "stages"])
 def test_an_older_trainer_that_loses_its_lock_while_it_publishes_takes_back_no_step_of_the_next_one(
     run: Path, monkeypatch: pytest.MonkeyPatch, handshake: Any

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,9 +26,9 @@ from rl_bridge.transports.wire import (
     PeerProtocol,
     PeerServer,
 )
-from rl_bridge.transports.wire.acceptor import Acceptor, listen
 from rl_bridge.transports.wire.channel import Channel, Greeting, fresh_nonce
 from rl_bridge.transports.wire.client import Connector
+from rl_bridge.transports.wire.server import Acceptor, listen
 
 
 def call(address: str = "127.0.0.1") -> None:
@@ -41,7 +41,7 @@ def test_a_process_without_a_descriptor_left_gets_an_error_that_says_so() -> Non
     os.close(lowest)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-        with pytest.raises(WeightBridgeUnavailableError, match=r"gets no socket.*ulimit -n"):
+        with pytest.raises(WeightBridgeUnavailableError, match=r"Too many open files.*ulimit"):
             call()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -94,20 +94,25 @@ def test_a_publisher_that_dies_while_it_is_greeted_is_gone() -> None:
     thread.join(20)
 
 
+@contextmanager
+def accepting() -> Iterator[tuple[Acceptor[Join], threading.Condition]]:
+    """One that is served by hand, under its owner's lock."""
+    made: Acceptor[Join] = Acceptor(
+        listen("test", "127.0.0.1", 0),
+        PROTOCOL,
+        token=b"token",
+        identity="identity",
+        timeout_s=3600.0,
+        max_members=1,
+    )
+    pause = threading.Condition()
+    with closing(made), pause:
+        yield made, pause
+
+
 def test_strangers_push_out_no_peer_that_knows_the_token() -> None:
-    listener = listen("test", "127.0.0.1", 0)
-    with ExitStack() as stack:
-        acceptor: Acceptor[Join] = Acceptor(
-            listener,
-            PROTOCOL,
-            token=b"token",
-            identity="identity",
-            timeout_s=3600.0,
-            max_members=1,
-        )
-        stack.callback(acceptor.close)
-        pause = threading.Condition()
-        stack.enter_context(pause)
+    with accepting() as (acceptor, pause), ExitStack() as stack:
+        listener = acceptor.listener
 
         def come() -> Channel:
             near = Channel(socket.create_connection(listener.getsockname(), timeout=20))
@@ -131,21 +136,9 @@ def test_strangers_push_out_no_peer_that_knows_the_token() -> None:
 
 def test_a_connection_that_is_lost_while_it_joins_is_closed_at_once() -> None:
     """Else the acceptor's owner polls it in a busy loop until the greeting's time is over."""
-    listener = listen("test", "127.0.0.1", 0)
-    with ExitStack() as stack:
-        acceptor: Acceptor[Join] = Acceptor(
-            listener,
-            PROTOCOL,
-            token=b"t",
-            identity="i",
-            timeout_s=3600.0,
-            max_members=1,
-        )
-        stack.callback(acceptor.close)
-        stack.enter_context(closing(socket.create_connection(listener.getsockname())))
-        pause = threading.Condition()
-        with pause:
-            acceptor.serve({listener.fileno()}, pause)
+    with accepting() as (acceptor, pause):
+        with closing(socket.create_connection(acceptor.listener.getsockname())):
+            acceptor.serve({acceptor.listener.fileno()}, pause)
             (channel,) = acceptor.channels
             channel.is_lost = True  # as after a send to one who hung up
             acceptor.serve(set(), pause)

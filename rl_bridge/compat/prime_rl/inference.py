@@ -17,9 +17,8 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -37,21 +36,16 @@ from rl_bridge.compat.prime_rl.trainer import (
     ENDPOINTS,
     NIXL_INFO,
     PROTOCOL,
-    TOKEN,
-    AskManifest,
-    AskRuns,
+    Access,
+    Ask,
     Join,
-    Runs,
     Told,
     Welcome,
     identity_of,
     key_of,
-    nixl_options,
     run_of,
-    secret_for,
     tls_for,
     tls_options,
-    token_of,
 )
 from rl_bridge.compat.skyrl import LORA_DISK_LOAD, LoRADiskLoader
 from rl_bridge.engines.adapters import Resident
@@ -77,7 +71,7 @@ from rl_bridge.transports.files.store import MANIFEST
 from rl_bridge.transports.files.store import MARKER as STABLE
 from rl_bridge.transports.wire.channel import checked_address
 from rl_bridge.transports.wire.client import Connector, PeerClient
-from rl_bridge.transports.wire.tls import TLS, TLSFiles
+from rl_bridge.transports.wire.tls import TLSFiles
 
 __all__ = [
     "LoadLoRAFromFiles",
@@ -99,6 +93,7 @@ SERVER_NAME = "NIXL_LORA_SERVER_NAME"
 
 Address = tuple[str, int]
 _KEPT = 2  # directories of a run in the cache
+_FILES = "files"  # where an adapter comes from, if not from a run
 _CALL_S = 120.0
 _INSTALL_S = 60.0
 
@@ -144,8 +139,7 @@ class ParameterClient:
 
         """
         self.server_name, self.server_ip, self.server_port = server_name, server_ip, server_port
-        self._secret, self._timeout_s = secret_for(token, server_ip), timeout
-        self._tls = tls_for(tls)
+        self._access, self._timeout_s = Access.of(server_ip, token, tls), timeout
         self._rank = 0
         self._manifests: dict[int, WeightUpdateManifest] = {}
         self._read: dict[int, tuple[str, TensorBridge, Mapping[str, torch.Tensor]]] = {}
@@ -154,38 +148,17 @@ class ParameterClient:
         """Ask for the newest versions.
 
         Raises:
-            SegmentError: nobody answers there, or without knowing the token.
-            WeightBridgeUnavailableError: a server of another name.
-            TransferTimeout: not in time.
-            MalformedManifest: an answer has no manifest.
+            WeightBridgeError: as for `newest_version`.
 
         """
-        known, found = self._manifests, dict[int, WeightUpdateManifest]()
-        with ExitStack() as stack:
-            line = self._connected()
-            stack.callback(line.hang_up)
-            within_s = self._timeout_s
-            for at, kept in line.ask(AskRuns(), Runs, within_s=within_s).runs.items():
-                _, newest = kept[-1]
-                if at in known and known[at].update_id == newest:
-                    found[at] = known[at]
-                    continue
-                asked = AskManifest(run_idx=at, weight_version=None)
-                if text := line.ask(asked, Told, within_s=within_s).manifest:
-                    found[at] = WeightUpdateManifest.of(text, caller="refresh_catalog")
-                # (Else the run ended in between.)
-        self._manifests = found
-
-    def _connected(self) -> PeerClient[Welcome]:
-        line = _connect(
-            (self.server_ip, self.server_port),
-            self.server_name,
-            token_of(self._secret),
-            self._timeout_s,
-            self._tls,
-        )
-        self._rank = line.welcome.rank
-        return line
+        address, within_s = (self.server_ip, self.server_port), self._timeout_s
+        with _connected(address, self.server_name, self._access, within_s) as line:
+            self._rank = line.welcome.rank
+            told = line.ask(Ask(run_idx=None), Told, within_s=within_s)
+        self._manifests = {
+            at: WeightUpdateManifest.of(text, caller="refresh_catalog")
+            for at, text in zip(told.runs, told.manifests, strict=True)
+        }
 
     def manifest(self, run_idx: int) -> WeightUpdateManifest:
         """The newest version of a run, as of the last `refresh_catalog`.
@@ -196,12 +169,11 @@ class ParameterClient:
         """
         found = self._manifests.get(run_idx)
         if found is None:
-            msg = (
+            raise UnknownUpdate(
                 f"parameter server {self.server_name!r} has no version of run {run_idx}, expected "
                 f"one of {sorted(self._manifests)}. Ask when the trainer has published it: by "
                 "broadcast_weights, or ParameterServer.publish after put."
             )
-            raise UnknownUpdate(msg)
         return found
 
     def keys(self) -> list[str]:
@@ -229,11 +201,10 @@ class ParameterClient:
             run_idx, name = run_of(key)
             tensors = self._tensors(run_idx)
             if name not in tensors:
-                msg = (
+                raise UnknownUpdate(
                     f"parameter server {self.server_name!r} holds nothing of {key!r}. Ask for one "
                     "of keys(), or another trainer rank."
                 )
-                raise UnknownUpdate(msg)
             found[key] = tensors[name]
         return found
 
@@ -267,11 +238,10 @@ class ParameterClient:
         for name, pieces in manifest.layout.held.items():
             for piece in (one.piece for one in pieces if one.rank == self._rank):
                 if piece.is_flat:
-                    msg = (
+                    raise IncompatibleUpdate(
                         f"{name!r}: trainer rank {self._rank} holds a range of its elements, and "
                         "no part that has a shape: expected FSDP2. Import manifest() as a whole."
                     )
-                    raise IncompatibleUpdate(msg)
                 ends = zip(piece.offset, piece.shape, strict=True)
                 boxes[name] = [slice(begin, begin + size) for begin, size in ends]
         return boxes
@@ -292,7 +262,7 @@ class ParameterClient:
             source_worker="reader",
             wanted=wanted,
             timeout_s=self._timeout_s,
-            **nixl_options(self._secret, self._tls),
+            **self._access.nixl,
         )
         try:
             tensors = bridge.import_update(manifest)
@@ -303,34 +273,29 @@ class ParameterClient:
         return tensors
 
 
-def _connect(
-    address: Address, server_name: str, token: bytes, within_s: float, tls: TLS | None
-) -> PeerClient[Welcome]:
-    """Connect to one parameter server, which has to be the one of that name.
-
-    Raises:
-        SegmentError: nobody answers there, or without knowing the token.
-        WeightBridgeUnavailableError: a server of another name refuses this side.
-        MalformedManifest: a server of another name does not.
-        TransferTimeout: not in time.
-
-    """
+@contextmanager
+def _connected(
+    address: Address, server_name: str, access: Access, within_s: float
+) -> Iterator[PeerClient[Welcome]]:
+    """Be connected to one parameter server, which has to be the one of that name."""
     host, port = address
     what = f"parameter server {server_name!r}"
     line = PeerClient(
-        Connector(what, host, port, PROTOCOL, timeout_s=within_s, tls=tls),
-        token,
+        Connector(what, host, port, PROTOCOL, timeout_s=within_s, tls=access.tls),
+        access.token,
         identity_of(host, port),
         Join(worker="reader", rank=0, pid=os.getpid(), is_observer=True, server_name=server_name),
     )
-    found = line.welcome.server_name
-    if found != server_name:
+    try:
+        found = line.welcome.server_name
+        if found != server_name:
+            raise MalformedManifest(
+                f"{line.where} calls itself {found!r}. Check the address, and use one release on "
+                "both sides."
+            )
+        yield line
+    finally:
         line.hang_up()
-        raise MalformedManifest(
-            f"{line.where} calls itself {found!r}. Check the address, and use one release on both "
-            "sides."
-        )
-    return line
 
 
 def newest_version(
@@ -363,31 +328,34 @@ def newest_version(
         IncompatibleUpdate: more or fewer ranks published it.
 
     """
-    until, text, secured = time.monotonic() + timeout, "", tls_for(tls)
+    until, found = time.monotonic() + timeout, dict[int, str]()
     for rank, (host, port) in enumerate(addresses):
         name, left = f"{server_name}_{rank}", max(until - time.monotonic(), 1e-3)
-        known = token_of(secret_for(token, host))
-        with ExitStack() as stack:
-            line = _connect((host, port), name, known, left, secured)
-            stack.callback(line.hang_up)
+        with _connected((host, port), name, Access.of(host, token, tls), left) as line:
             if not rank:
-                asked = AskManifest(run_idx=run_idx, weight_version=weight_version)
                 left = max(until - time.monotonic(), 1e-3)
-                told = line.ask(asked, Told, within_s=left)
-                if not told.manifest:
-                    raise UnknownUpdate(f"parameter server {name!r}: {told.reason}.")
-                text = told.manifest
+                told = line.ask(Ask(run_idx=run_idx), Told, within_s=left)
+                held = {at: list(versions) for at, versions in told.runs.items()}
+                found = dict(zip(held.get(run_idx, ()), told.manifests, strict=True))
+                if not found or weight_version not in {None, *found}:
+                    what = "version" if weight_version is None else f"version {weight_version}"
+                    raise UnknownUpdate(
+                        f"parameter server {name!r}: there is no {what} of run {run_idx}, expected "
+                        f"one of {held}. Ask when the trainer has published it: by "
+                        "broadcast_weights, or publish."
+                    )
     if not addresses:
-        msg = f"run {run_idx}: no trainer address was given. Name one for each trainer rank."
-        raise UnknownUpdate(msg)
+        raise UnknownUpdate(
+            f"run {run_idx}: no trainer address was given. Name one for each trainer rank."
+        )
+    text = found[max(found) if weight_version is None else weight_version]
     manifest = WeightUpdateManifest.of(text, caller="newest_version")
     ranks = manifest.world_size if isinstance(manifest, GroupManifest) else 1
     if ranks != len(addresses):
-        msg = (
+        raise IncompatibleUpdate(
             f"version {manifest.weight_version} of run {run_idx} was published by {ranks} ranks, "
             f"and {len(addresses)} addresses were given. Name one for each trainer rank."
         )
-        raise IncompatibleUpdate(msg)
     return manifest
 
 
@@ -482,71 +450,58 @@ class _ServedClient(AsyncLLMClient):
         try:
             self._do("offer adapters", offer)
         except ValueError as error:
-            msg = f"adapter {adapter!r} cannot be offered: {error}. Or give it another name."
-            raise WeightBridgeUnavailableError(msg) from error
+            raise WeightBridgeUnavailableError(
+                f"adapter {adapter!r} cannot be offered: {error}. Or give it another name."
+            ) from error
 
     def lora_request(self, version: Resident) -> str:
         """What clients send as ``model``."""
         return version.label
 
 
-class _Stream:
-    """One run's versions in the engine. Runs have executors of their own: none waits for another.
+class _Served:
+    """One adapter's versions in the engine, by an executor of its own: none waits for another."""
 
-    Attributes:
-        run_idx: the run.
-        adapter: name of the run's adapter.
-        lock: of all that is done about it.
-        executor: brings its versions.
-        names: by which clients were to ask for a version of it.
-        is_empty: whether no version of it was installed.
-        written: directories of it in the cache, the oldest first.
-
-    """
-
-    def __init__(self, run_idx: int, adapter: str, client: _ServedClient) -> None:
-        self.run_idx, self.adapter, self.lock = run_idx, adapter, threading.Lock()
-        options = nixl_options(os.environ.get(TOKEN, "").strip(), tls_for(None))
-        self._bridge = make_weight_bridge("nixl", source_worker="vllm-server", **options)
-        self.executor = RolloutExecutor(
-            weight_bridge=self._bridge,
-            weight_install_adapter=VLLMEngineAdapter(client, transports={"nixl": options}),
-            suspicious="off",
-        )
-        self.names, self.is_empty = {adapter}, True
-        self.written: list[Path] = []
+    def __init__(self, adapter: str, source: str, client: _ServedClient) -> None:
+        self.adapter, self.source = adapter, source
+        self.lock = threading.Lock()  # of all that is done about it
+        self.names = {adapter}  # by which clients were to ask for a version of it
+        self.is_empty = True  # no version of it was installed
+        self._written: list[Path] = []  # its directories in the cache, the oldest first
+        self._ends = ExitStack()
+        self.loader: LoRADiskLoader | None = None
+        if source == _FILES:
+            self.loader = LoRADiskLoader(VLLMEngineAdapter(client), adapter=adapter)
+            self.executor = self.loader.executor
+        else:
+            options = Access.of("127.0.0.1", None, None).nixl
+            bridge = make_weight_bridge("nixl", source_worker="vllm-server", **options)
+            self._ends.callback(bridge.close)
+            adapter_of = VLLMEngineAdapter(client, transports={"nixl": options})
+            self.executor = RolloutExecutor(
+                weight_bridge=bridge, weight_install_adapter=adapter_of, suspicious="off"
+            )
+        self._ends.callback(self.executor.close)
 
     def close(self) -> None:
         """Leave the engine."""
-        self.executor.close()
-        self._bridge.close()
+        self._ends.close()
 
     def write(self, folder: Path, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the version into the cache; of older ones the last stays. Failures are logged."""
         try:
-            _write_anew(folder, spec, tensors)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if folder.exists():
+                aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+                folder.rename(aside)
+                shutil.rmtree(aside, ignore_errors=True)
+            write_peft(folder, spec, tensors)
         except (WeightBridgeError, OSError):  # the version serves all the same
             _LOG.exception("adapter %s was not written to %s", spec.name, folder)
             return
-        self.written = [one for one in self.written if one != folder] + [folder]
-        while len(self.written) > _KEPT:
-            shutil.rmtree(self.written.pop(0), ignore_errors=True)
-
-
-@dataclass(slots=True)
-class _Files:
-    """Directories of PEFT that are one adapter's versions.
-
-    Attributes:
-        loader: installs them.
-        lock: of all that is done about it.
-        is_empty: whether no version of it was installed.
-
-    """
-
-    loader: LoRADiskLoader
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    is_empty: bool = True
+        self._written = [one for one in self._written if one != folder] + [folder]
+        while len(self._written) > _KEPT:
+            shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
 
 class PrimeRLRoutes:
@@ -563,9 +518,8 @@ class PrimeRLRoutes:
         self._engine: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._models: Any = None
-        self._guard = threading.Lock()  # of both tables below, never held while something waits
-        self._streams: dict[str, _Stream] = {}  # by the adapter's name
-        self._loaders: dict[str, _Files] = {}
+        self._guard = threading.Lock()  # of the table below, never held while something waits
+        self._served: dict[str, _Served] = {}  # by the adapter's name
 
     def attach_router(self, app: Any) -> None:
         """Add the routes, in development mode."""
@@ -618,32 +572,50 @@ class PrimeRLRoutes:
         )
         spec = manifest.adapter
         if spec is None:
-            msg = f"run {given.run_idx} holds no adapter. Broadcast the adapter alone."
-            raise IncompatibleUpdate(msg)
-        _check_alpha(spec, given)
-        with self._guard:
-            if spec.name not in self._streams:
-                made = _Stream(given.run_idx, spec.name, self._client())
-                self._streams[spec.name] = made
-            stream = self._streams[spec.name]
-        if stream.run_idx != given.run_idx:
-            msg = (
-                f"adapter {spec.name!r} of run {given.run_idx} has the name of run "
-                f"{stream.run_idx}'s, expected another one. Name the runs' adapters apart."
+            raise IncompatibleUpdate(
+                f"run {given.run_idx} holds no adapter. Broadcast the adapter alone."
             )
-            raise IncompatibleUpdate(msg)
-        with stream.lock:
-            try:
-                self._load(stream, given.lora_name, spec, manifest)
-            except BaseException:
-                if stream.is_empty:
-                    with self._guard:
-                        self._streams.pop(spec.name, None)
-                    stream.close()
-                raise
+        _check_alpha(spec, given)
+        with self._held(spec.name, f"run {given.run_idx}") as served:
+            self._load(served, given.lora_name, spec, manifest)
+
+    @contextmanager
+    def _held(self, adapter: str, source: str) -> Iterator[_Served]:
+        """An adapter, made where it is missing, to itself; one that stays empty is forgotten.
+
+        A load of this name from elsewhere is refused, and not waited for: it is another adapter.
+        """
+        while True:
+            with self._guard:
+                if adapter not in self._served:
+                    client = _ServedClient(self._engine, self._running(), self._table())
+                    self._served[adapter] = _Served(adapter, source, client)
+                served = self._served[adapter]
+            if served.source != source:
+                raise IncompatibleUpdate(
+                    f"adapter {adapter!r} comes from {served.source} already, expected {source}. "
+                    "Unload it, or give one of both another name."
+                )
+            with served.lock:
+                if self._served.get(adapter) is not served:
+                    continue  # whoever had it before forgot it
+                try:
+                    yield served
+                except BaseException:
+                    # (One that is not offered may be in the engine: an unload did not end.)
+                    if served.is_empty:
+                        self._forget(served)
+                    raise
+                return
+
+    def _forget(self, served: _Served) -> None:
+        with self._guard:
+            if self._served.get(served.adapter) is served:
+                del self._served[served.adapter]
+        served.close()
 
     def _load(
-        self, stream: _Stream, lora_name: str, spec: AdapterSpec, manifest: WeightUpdateManifest
+        self, served: _Served, lora_name: str, spec: AdapterSpec, manifest: WeightUpdateManifest
     ) -> None:
         table = self._table()
         self._on_loop(lambda: table.check_alias(lora_name, spec.name))
@@ -653,54 +625,32 @@ class PrimeRLRoutes:
         # An older version that is still there gets another name; the adapter's own is the active's.
         if label is None or (lora_name == spec.name and active != path):
             # (Which offers it again, where an unload did not end and the engine has it still.)
-            tensors = stream.executor.update_weights(manifest)
-            stream.is_empty = False
+            tensors = served.executor.update_weights(manifest)
+            served.is_empty = False
             label = self._on_loop(lambda: table.label_at(path))
         self._on_loop(lambda: table.alias(lora_name, spec.name, str(label)))
-        stream.names.add(lora_name)
+        served.names.add(lora_name)
         if tensors is not None and (home := os.environ.get(CACHE_DIR)):
-            stream.write(Path(home) / lora_name, spec, tensors)
+            served.write(Path(home) / lora_name, spec, tensors)
 
     def _from_files(self, given: LoadLoRAFromFiles) -> None:
-        with self._guard:
-            if given.lora_name not in self._loaders:
-                adapter = VLLMEngineAdapter(self._client())
-                loader = LoRADiskLoader(adapter, adapter=given.lora_name)
-                self._loaders[given.lora_name] = _Files(loader)
-            files = self._loaders[given.lora_name]
         request = {"names": [LORA_DISK_LOAD], "extras": [{"lora_disk_path": given.lora_path}]}
-        with files.lock:
-            try:
-                files.loader.load(request)
-                files.is_empty = False
-            except BaseException:
-                # (One that is not offered may be in the engine: an unload of it did not end.)
-                if files.is_empty:
-                    with self._guard:
-                        self._loaders.pop(given.lora_name, None)
-                    files.loader.close()
-                raise
+        with self._held(given.lora_name, _FILES) as served:
+            assert served.loader is not None  # of files
+            served.loader.load(request)
+            served.is_empty = False
 
     def _unload(self, lora_name: str, timeout_s: float) -> None:
         table = self._table()
         with self._guard:
-            files = self._loaders.get(lora_name)
-            found = [one for one in self._streams.values() if lora_name in one.names]
-            known = sorted(
-                {*self._loaders, *(n for one in self._streams.values() for n in one.names)}
+            served = {name: one for one in self._served.values() for name in one.names}
+        if lora_name not in served:
+            raise UnknownUpdate(
+                f"{lora_name!r} was not loaded here, expected one of {sorted(served)}. Name one "
+                "of them."
             )
-        if files is not None:
-            with files.lock:
-                files.loader.executor.drop_adapter(lora_name, timeout_s=timeout_s)
-                files.loader.close()
-                with self._guard:
-                    del self._loaders[lora_name]
-            return
-        if not found:
-            msg = f"{lora_name!r} was not loaded here, expected one of {known}. Name one of them."
-            raise UnknownUpdate(msg)
-        (stream,) = found
-        adapter = stream.adapter
+        found = served[lora_name]
+        adapter = found.adapter
 
         def is_whole() -> bool:
             """Whether the adapter is to go; an older version's name is taken away here."""
@@ -709,17 +659,12 @@ class PrimeRLRoutes:
                 return True
             return lora_name in table and table.unalias(lora_name) is not None
 
-        with stream.lock:
+        with found.lock:
             if not self._on_loop(is_whole):
-                stream.names.discard(lora_name)
+                found.names.discard(lora_name)
                 return
-            stream.executor.drop_adapter(adapter, timeout_s=timeout_s)
-            with self._guard:
-                del self._streams[adapter]
-            stream.close()
-
-    def _client(self) -> _ServedClient:
-        return _ServedClient(self._engine, self._running(), self._table())
+            found.executor.drop_adapter(adapter, timeout_s=timeout_s)
+            self._forget(found)
 
     def _running(self) -> asyncio.AbstractEventLoop:
         assert self._loop is not None  # as the server runs
@@ -728,11 +673,10 @@ class PrimeRLRoutes:
     def _table(self) -> AdapterTable:
         table = self._models.lora_requests
         if not isinstance(table, AdapterTable):
-            msg = (
+            raise WeightBridgeUnavailableError(
                 "the server does not count which requests have an adapter. Start it with "
                 "VLLM_PLUGINS=rl_bridge,rl_bridge_prime_rl, and one process that takes requests."
             )
-            raise WeightBridgeUnavailableError(msg)
         return table
 
     def _on_loop(self, action: Callable[[], Any]) -> Any:
@@ -747,25 +691,10 @@ class PrimeRLRoutes:
 def _check_alpha(spec: AdapterSpec, given: LoadLoRAFromNIXL) -> None:
     alpha = spec.config.get("lora_alpha")
     if given.lora_alpha is not None and alpha != given.lora_alpha:
-        msg = (
+        raise IncompatibleUpdate(
             f"adapter {spec.name!r} was published with lora_alpha {alpha}, and {given.lora_alpha} "
             "was asked for. Give the trainer and the orchestrator the same model.lora.alpha."
         )
-        raise IncompatibleUpdate(msg)
-
-
-def _write_anew(folder: Path, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write an adapter's directory, in place of the one of that name."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.exists():
-            aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-            folder.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        msg = f"{folder} cannot be written: {error.strerror}. Name another {CACHE_DIR}."
-        raise WeightBridgeUnavailableError(msg) from error
-    write_peft(folder, spec, tensors)
 
 
 # ---- the orchestrator's pool ---------------------------------------------------------------------
@@ -792,23 +721,21 @@ def trainer_addresses(weight_dir: str | Path) -> tuple[int, list[Address], int |
         version = info.get("weight_version")
         return int(info["run_idx"]), addresses, None if version is None else int(version)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        msg = (
+        raise MalformedManifest(
             f"{folder} does not name the trainer's parameter servers ({type(error).__name__}: "
             f"{error}). Name a directory that has {STABLE}."
-        )
-        raise MalformedManifest(msg) from error
+        ) from error
 
 
 def _manifest_in(folder: Path) -> str:
     try:
         return (folder / MANIFEST).read_text(encoding="utf-8")
     except OSError as error:
-        msg = (
+        raise MalformedManifest(
             f"{folder / MANIFEST} cannot be read ({error.strerror}): expected whole weights of "
             "this library's trainer. Give trainer and orchestrator the same weight_broadcast, or "
             "name the adapter (lora_name)."
-        )
-        raise MalformedManifest(msg) from error
+        ) from error
 
 
 class StaticInferencePool:
@@ -838,7 +765,7 @@ class StaticInferencePool:
         self.clients, self.admin_clients = list(clients), list(admin_clients)
         self._config, self._lora_alpha = weight_broadcast_config, lora_alpha
         self._executors: dict[str, RolloutExecutor] = {}
-        self._bridges: list[TensorBridge] = []
+        self._ends = ExitStack()
 
     async def update_weights(
         self, weight_dir: Path | str | None, lora_name: str | None = None, step: int = 0
@@ -872,8 +799,9 @@ class StaticInferencePool:
                 while not receiver.look():  # noqa: ASYNC110 - a file system has no events
                     await asyncio.sleep(LOOK_S)
         elif weight_dir is None or not (folder / STABLE).exists():
-            msg = f"step {step}: {weight_dir} marks no version: {STABLE} is missing. Wait for it."
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"step {step}: {weight_dir} marks no version: {STABLE} is missing. Wait for it."
+            )
         tasks: list[Any]
         match config:
             case NIXLWeightBroadcastConfig():
@@ -898,18 +826,15 @@ class StaticInferencePool:
                 tasks = [asyncio.to_thread(self._install, url, folder, text) for url in urls]
         failed = [one for one in await asyncio.gather(*tasks) if one]
         if failed:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"step {step}: {len(failed)} of {len(tasks)} servers did not take it: "
                 f"{'; '.join(failed)}. Mend that, and update again."
             )
-            raise WeightBridgeUnavailableError(msg)
 
     def close(self) -> None:
         """Leave the servers, which go on with what they have."""
-        while self._executors:
-            self._executors.popitem()[1].close()
-        while self._bridges:
-            self._bridges.pop().close()
+        self._executors.clear()
+        self._ends.close()
 
     async def _post(self, client: Any, path: str, body: Mapping[str, Any], within_s: float) -> str:
         """Ask one server; returns why it refused, or nothing."""
@@ -935,10 +860,11 @@ class StaticInferencePool:
                 bridge = make_weight_bridge(transport, source_worker="pool", **options)
                 # (From an orchestrator that died: there is one at a time.)
                 adapter = VLLMEngineAdapter(url, transports={transport: options}, take_over=True)
-                self._executors[url] = RolloutExecutor(
+                self._executors[url] = executor = RolloutExecutor(
                     weight_bridge=bridge, weight_install_adapter=adapter, suspicious="off"
                 )
-                self._bridges.append(bridge)
+                self._ends.callback(bridge.close)
+                self._ends.callback(executor.close)
             self._executors[url].update_weights(manifest)
         except WeightBridgeError as error:
             return f"{url}: {type(error).__name__}: {error}"

@@ -52,7 +52,6 @@ from rl_bridge.trainers.meshes import MeshView, is_dtensor, largest_mesh, local_
 from rl_bridge.transports.files.steps import step_folder, take_back_from
 from rl_bridge.transports.files.store import MANIFEST
 from rl_bridge.transports.files.store import MARKER as STABLE
-from rl_bridge.transports.wire.acceptor import listen
 from rl_bridge.transports.wire.channel import (
     Channel,
     Count,
@@ -60,7 +59,7 @@ from rl_bridge.transports.wire.channel import (
     PeerJoin,
     PeerProtocol,
 )
-from rl_bridge.transports.wire.server import Peer, PeerServer
+from rl_bridge.transports.wire.server import Peer, PeerServer, listen
 from rl_bridge.transports.wire.tls import TLS, TLSFiles, load_tls
 
 __all__ = [
@@ -109,49 +108,61 @@ def run_of(key: str) -> tuple[int, str]:
     return int(number), name
 
 
-def secret_for(given: str | None, host: str) -> str:
-    """The secret that was given, or the environment's; empty if all of it stays on this machine.
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a parameter server and its readers know each other.
 
-    Raises:
-        ValueError: there is none, and `host` is another machine's or reached by others.
+    Attributes:
+        secret: that both sides know; empty if all of it stays on this machine.
+        tls: files of this side; None without.
 
     """
-    found = (os.environ.get(TOKEN, "") if given is None else given).strip()
-    if not found and host not in LOOPBACK:
-        raise ValueError(
-            f"host={host!r}: whoever reaches it could read the weights, expected a token. Set "
-            f"{TOKEN} to the same secret on the trainer's and the inference's side."
-        )
-    return found
+
+    secret: str
+    tls: TLS | None
+
+    @classmethod
+    def of(cls, host: str, token: str | None, tls: object) -> Self:
+        """The value that was given, or else the environment's.
+
+        Raises:
+            ValueError: there is no secret, and `host` is another machine's or reached by others;
+                or the environment's text is no JSON of paths.
+            WeightBridgeUnavailableError: one of the files for TLS cannot be used.
+
+        """
+        secret = (os.environ.get(TOKEN, "") if token is None else token).strip()
+        if not secret and host not in LOOPBACK:
+            raise ValueError(
+                f"host={host!r}: whoever reaches it could read the weights, expected a token. Set "
+                f"{TOKEN} to the same secret on the trainer's and the inference's side."
+            )
+        return cls(secret, tls_for(tls))
+
+    @property
+    def token(self) -> bytes:
+        """The bytes that both sides of a greeting know."""
+        return hashlib.sha256(self.secret.encode()).digest()
+
+    @property
+    def nixl(self) -> dict[str, Any]:
+        """Options of the transport: with a secret, no manifest holds a token."""
+        options = tls_options(self.tls)
+        if self.secret:
+            options["token"] = hashlib.sha256(f"nixl {self.secret}".encode()).hexdigest()
+        return options
 
 
 def tls_for(given: object) -> TLS | None:
-    """The files that were given, or the environment's, read; None without.
-
-    Raises:
-        ValueError: the environment's text is no JSON of their paths.
-        WeightBridgeUnavailableError: one of them cannot be used.
-
-    """
+    """The files that were given, or the environment's, read; None without."""
     if given is None and (text := os.environ.get(TLS_FILES, "").strip()):
         given = TLSFiles.model_validate_json(text)
     return load_tls(given)
 
 
-def token_of(secret: str) -> bytes:
-    """The bytes that both sides of a greeting know."""
-    return hashlib.sha256(secret.encode()).digest()
-
-
 def tls_options(tls: TLS | None) -> dict[str, Any]:
     """Options of a transport for these files, as plain JSON: they travel to engines' ranks."""
     return {} if tls is None else {"tls": tls.files.plain()}
-
-
-def nixl_options(secret: str, tls: TLS | None) -> dict[str, Any]:
-    """Options of the transport ``nixl`` on both sides: with a secret, no manifest holds a token."""
-    token = {"token": hashlib.sha256(f"nixl {secret}".encode()).hexdigest()} if secret else {}
-    return {**token, **tls_options(tls)}
 
 
 def identity_of(host: str, port: int) -> str:
@@ -169,18 +180,11 @@ class Join(PeerJoin):
     server_name: Annotated[StrictStr, Field(max_length=160)]
 
 
-class AskRuns(Message):
-    """From a reader: which versions are there?"""
+class Ask(Message):
+    """From a reader: which versions are there? The manifests of one run, or the newest of each."""
 
-    kind: Literal["ask runs"] = "ask runs"
-
-
-class AskManifest(Message):
-    """From a reader: a run's manifest of this version; None is the newest."""
-
-    kind: Literal["ask manifest"] = "ask manifest"
-    run_idx: Count
-    weight_version: Count | None
+    kind: Literal["ask"] = "ask"
+    run_idx: Count | None
 
 
 class Welcome(Message):
@@ -191,27 +195,20 @@ class Welcome(Message):
     rank: Count
 
 
-class Runs(Message):
-    """From the server: of each run, version and update of all that is held, the newest last."""
-
-    kind: Literal["runs"] = "runs"
-    runs: dict[Count, tuple[tuple[Count, StrictStr], ...]]
-
-
 class Told(Message):
-    """From the server: a manifest, or why there is none."""
+    """From the server: versions of each run, the newest last, and the manifests asked for."""
 
     kind: Literal["told"] = "told"
-    manifest: StrictStr = ""
-    reason: StrictStr = ""
+    runs: dict[Count, tuple[Count, ...]]
+    manifests: tuple[StrictStr, ...]
 
 
 PROTOCOL = PeerProtocol(
     magic=MAGIC,
     join=Join,
     welcome=Welcome,
-    from_receiver=(AskRuns, AskManifest),
-    from_publisher=(Runs, Told),
+    from_receiver=(Ask,),
+    from_publisher=(Told,),
     max_message_nbytes=MAX_MESSAGE_NBYTES,
 )
 
@@ -232,21 +229,16 @@ class _Run:
     ) -> WeightUpdateManifest:
         parts, placements = _placed(self.tensors) if source is None else ({}, None)
         given = parts if source is None else source
+        options: Any = {"weight_version": version, "adapter": adapter}
         if self._group is None:  # this rank has all of it, whatever its mesh says
-            made = self._bridge.publish(given, weight_version=version, adapter=adapter)
+            made = self._bridge.publish(given, **options)
         else:
-            made = self._group.publish(given, placements, weight_version=version, adapter=adapter)
+            made = self._group.publish(given, placements, **options)
         every = (*self.kept, made)
         self.kept = every[-_KEPT:]
-        for one in every[:-_KEPT]:
-            self._release(one)
+        for one in every[:-_KEPT]:  # whatever engines hold of it: others may need its slot
+            (self._group or self._bridge).release(one.update_id)
         return made
-
-    def _release(self, manifest: WeightUpdateManifest) -> None:
-        if self._group is None:
-            self._bridge.release(manifest.update_id)
-        else:
-            self._group.release(manifest.update_id)
 
     def close(self) -> None:
         self._bridge.close()
@@ -277,19 +269,17 @@ def _placed(
 class _Catalog(PeerServer[Peer, Join]):
     """Answers the readers of one parameter server."""
 
-    def __init__(
-        self, parameters: "ParameterServer", token: bytes, timeout_s: float, tls: TLS | None
-    ) -> None:
+    def __init__(self, parameters: "ParameterServer", access: Access, timeout_s: float) -> None:
         self._parameters = parameters
         super().__init__(
             listen("nixl", parameters.host, parameters.port),
             parameters.server_name,
             PROTOCOL,
-            token=token,
+            token=access.token,
             identity=identity_of(parameters.host, parameters.port),
             timeout_s=timeout_s,
             max_members=_MAX_READERS,
-            tls=tls,
+            tls=access.tls,
         )
 
     def join(self, channel: Channel, join: Join) -> None:
@@ -305,25 +295,14 @@ class _Catalog(PeerServer[Peer, Join]):
 
     def handle(self, member: Peer, message: Any) -> Message | None:
         del member
+        if not isinstance(message, Ask):
+            return None
         held = self._parameters.versions()
-        if isinstance(message, AskRuns):
-            told = {
-                at: tuple((one.weight_version, one.update_id) for one in kept)
-                for at, kept in held.items()
-            }
-            return Runs(runs=told)
-        if isinstance(message, AskManifest):
-            asked, kept = message.weight_version, held.get(message.run_idx, ())
-            found = [one for one in kept if asked in {None, one.weight_version}]
-            if found:
-                return Told(manifest=found[-1].to_json())
-            versions = {at: [one.weight_version for one in kept] for at, kept in held.items()}
-            what = "version" if asked is None else f"version {asked}"
-            return Told(
-                reason=f"there is no {what} of run {message.run_idx}, expected one of {versions}. "
-                "Ask when the trainer has published it: by broadcast_weights, or publish"
-            )
-        return None
+        runs = {at: tuple(one.weight_version for one in kept) for at, kept in held.items()}
+        asked = [kept[-1] for kept in held.values()]
+        if message.run_idx is not None:
+            asked = [*held.get(message.run_idx, ())]
+        return Told(runs=runs, manifests=tuple(one.to_json() for one in asked))
 
 
 class ParameterServer:
@@ -373,13 +352,12 @@ class ParameterServer:
         self.server_name, self.rank = f"{server_name}_{rank}", rank
         self.host, self.port = host, port + rank
         self._base, self._exchange, self._timeout_s = server_name, exchange, timeout
-        secret = secret_for(token, host)
-        tls = tls_for(options.pop("tls", None))
-        self._options = {**nixl_options(secret, tls), **options}
+        access = Access.of(host, token, options.pop("tls", None))
+        self._options = {**access.nixl, **options}
         self._runs: dict[int, _Run] = {}
         self._lock = threading.RLock()
         self._ended = threading.Event()
-        self._catalog = _Catalog(self, token_of(secret), timeout, tls)
+        self._catalog = _Catalog(self, access, timeout)
 
     # ---- tensors --------------------------------------------------------------------------------
 
@@ -451,8 +429,9 @@ class ParameterServer:
         with self._lock:
             run = self._run(run_idx)
             if source is None and not run.tensors:
-                msg = f"run {run_idx} has no tensors. Put them first, or pass source=."
-                raise UnknownUpdate(msg)
+                raise UnknownUpdate(
+                    f"run {run_idx} has no tensors. Put them first, or pass source=."
+                )
             return run.publish(source, weight_version, adapter)
 
     def versions(self) -> dict[int, tuple[WeightUpdateManifest, ...]]:
@@ -513,24 +492,14 @@ class ParameterServer:
 
 @dataclass(slots=True)
 class _BroadcastRun:
-    """A run whose versions are broadcast.
-
-    Attributes:
-        directory: below which its versions are marked.
-        name: of its adapter.
-        is_registered: its tensors were registered, and do not come with the model.
-        extractor: of the model.
-        model: that it was made for.
-        is_begun: a version of it was broadcast.
-
-    """
+    """A run whose versions are broadcast."""
 
     directory: Path
-    name: str
-    is_registered: bool
+    name: str  # of its adapter
+    is_registered: bool  # its tensors do not come with the model
     extractor: WeightExtractor | None = None
-    model: Any = None
-    is_begun: bool = False
+    model: Any = None  # that the extractor was made for
+    is_begun: bool = False  # a version of it was broadcast
 
 
 class WeightBroadcast(ABC):
@@ -604,8 +573,9 @@ class WeightBroadcast(ABC):
         for run_idx, its in sorted(steps.items()):
             run = self._runs.get(run_idx)
             if run is None:
-                msg = f"run {run_idx} is unknown, expected one of {sorted(self._runs)}. Create it."
-                raise UnknownUpdate(msg)
+                raise UnknownUpdate(
+                    f"run {run_idx} is unknown, expected one of {sorted(self._runs)}. Create it."
+                )
             if model is not None and run.model is not model and not run.is_registered:
                 run.extractor, run.model = self._extractor(model, run.name), model
             if self.marks and not run.is_begun and self.rank == 0:
@@ -635,8 +605,9 @@ class WeightBroadcast(ABC):
     def _register(self, run_idx: int, parameters: Mapping[str, torch.Tensor]) -> None:
         """Keep a run's tensors."""
         if parameters:
-            msg = f"run {run_idx}: its tensors are taken over nixl alone. Pass the model."
-            raise IncompatibleUpdate(msg)
+            raise IncompatibleUpdate(
+                f"run {run_idx}: its tensors are taken over nixl alone. Pass the model."
+            )
 
     def _extractor(self, model: Any, name: str) -> WeightExtractor:
         if isinstance(model, WeightExtractor):
@@ -648,23 +619,22 @@ class WeightBroadcast(ABC):
             and len(others) > 1
             and name not in getattr(model, "peft_config", ())
         ):
-            msg = (
+            raise IncompatibleUpdate(
                 f"the model has no adapter {name!r}, and runs {others} are to come of it: expected "
                 "an adapter of each one's name. Register the runs' own tensors."
             )
-            raise IncompatibleUpdate(msg)
         is_sharded = self.world_size > 1 or any(map(is_dtensor, model.parameters()))
         kind = FSDPWeightExtractor if is_sharded else StateDictExtractor
         return kind(model, adapter=adapter)
 
-    def _mark(self, run: _BroadcastRun, step: int, files: Mapping[str, object]) -> None:
+    def _mark(self, run: _BroadcastRun, step: int, files: Mapping[str, str]) -> None:
         """Write a version's files, and then its marker; rank 0 does."""
         folder = step_folder(broadcasts_of(run.directory), step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, content in files.items():
-                _write(folder / name, content if isinstance(content, str) else json.dumps(content))
-            _write(folder / STABLE, "")
+            for name, text in {**files, STABLE: ""}.items():
+                mode = 0o600 if name == MANIFEST else 0o644  # a manifest leads to the weights
+                replace_durably(folder, name, text.encode(), mode=mode)
         except OSError as error:
             raise _unwritable(folder, error) from error
 
@@ -677,15 +647,8 @@ def _unwritable(folder: Path, error: OSError) -> WeightBridgeUnavailableError:
 
 def _extractor_of(run_idx: int, run: _BroadcastRun) -> WeightExtractor:
     if run.extractor is None:
-        msg = f"run {run_idx} has no model. Pass it to broadcast_weights."
-        raise IncompatibleUpdate(msg)
+        raise IncompatibleUpdate(f"run {run_idx} has no model. Pass it to broadcast_weights.")
     return run.extractor
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file durably; nobody meets half of it. A manifest leads to the weights."""
-    mode = 0o600 if path.name == MANIFEST else 0o644
-    replace_durably(path.parent, path.name, text.encode(), mode=mode)
 
 
 def broadcasts_of(run_directory: Path) -> Path:
@@ -730,7 +693,7 @@ class NIXLWeightBroadcast(WeightBroadcast):
         """
         super().__init__(output_dir, lora_config)
         # (Before ranks wait for each other: each says by itself that it has no secret.)
-        secret_for(options.get("token"), config.host)
+        Access.of(config.host, options.get("token"), options.get("tls"))
         self.config, self._alpha = config, lora_config.alpha
         if exchange is None and self.world_size > 1:
             exchange = _over_a_store(config.host, timedelta(seconds=config.timeout))
@@ -746,7 +709,7 @@ class NIXLWeightBroadcast(WeightBroadcast):
         self.server_name, self.port = self.param_server.server_name, self.param_server.port
 
     def on_run_deleted(self, run_idx: int) -> None:
-        """Forget a run. See `WeightBroadcast`."""
+        """Forget a run."""
         super().on_run_deleted(run_idx)
         self.param_server.end_run(run_idx)
 
@@ -774,16 +737,11 @@ class NIXLWeightBroadcast(WeightBroadcast):
             parts = getattr(manifest, "parts", (manifest,))
             hosts = [part.handle["endpoint"]["address"] for part in parts]
             endpoints = [[host, self.config.port + at] for at, host in enumerate(hosts)]
-            self._mark(run, step, {NIXL_INFO: info, ENDPOINTS: endpoints})
+            self._mark(run, step, {NIXL_INFO: json.dumps(info), ENDPOINTS: json.dumps(endpoints)})
 
 
 def _over_a_store(host: str, timeout: timedelta) -> Exchanges:
-    """The ranks meet in a store of rank 0's; where it is, they are told over a group of Gloo's.
-
-    Raises:
-        WeightBridgeUnavailableError: they do not meet in time.
-
-    """
+    """The ranks meet in a store of rank 0's; where it is, they are told over a group of Gloo's."""
     rank, world_size, store = dist.get_rank(), dist.get_world_size(), None
     make: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch does not list it
     try:
@@ -795,12 +753,11 @@ def _over_a_store(host: str, timeout: timedelta) -> Exchanges:
         if store is None:
             store = make(at, port, is_master=False, timeout=timeout)
     except RuntimeError as error:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"rank {rank} did not meet the others within {timeout.total_seconds():g} s, at host "
             f"{host!r}: {error}. Give rank 0 an address that all ranks reach "
             "(weight_broadcast.host)."
-        )
-        raise WeightBridgeUnavailableError(msg) from error
+        ) from error
 
     def exchange(name: str) -> GroupExchange:
         return StoreExchange(StoreOptions(store, name), rank=rank, world_size=world_size)
@@ -850,21 +807,8 @@ class FileSystemWeightBroadcast(WeightBroadcast):
             with self._opened(self.output_dir):
                 pass
 
-    def on_run_created(
-        self,
-        run_idx: int,
-        directory: str | Path,
-        parameters: Mapping[str, torch.Tensor] | None = None,
-        *,
-        name: str | None = None,
-    ) -> None:
-        """Register a run, and open its directory. See `WeightBroadcast`."""
-        super().on_run_created(run_idx, directory, parameters, name=name)
-        if self.rank == 0:
-            self._bridges[run_idx] = self._opened(Path(directory))
-
     def on_run_deleted(self, run_idx: int) -> None:
-        """Forget a run. See `WeightBroadcast`."""
+        """Forget a run."""
         super().on_run_deleted(run_idx)
         if run_idx in self._bridges:
             self._bridges.pop(run_idx).close()
@@ -873,6 +817,11 @@ class FileSystemWeightBroadcast(WeightBroadcast):
         """Close the bridges: the directories stay."""
         while self._bridges:
             self._bridges.popitem()[1].close()
+
+    def _register(self, run_idx: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        super()._register(run_idx, parameters)
+        if self.rank == 0:
+            self._bridges[run_idx] = self._opened(self._runs[run_idx].directory)
 
     def _broadcast(self, run_idx: int, run: _BroadcastRun, step: int) -> None:
         extractor = _extractor_of(run_idx, run)

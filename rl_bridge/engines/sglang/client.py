@@ -13,9 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.engines.adapters import Resident
+from rl_bridge.engines.adapters import AdapterFrontEnd, Resident
 from rl_bridge.engines.rpc import (
-    EngineClient,
     Replies,
     Reply,
     Server,
@@ -52,7 +51,7 @@ REQUESTS: Mapping[str, str] = {
 """Route, which is a method of SGLang's tokenizer manager -> its request among SGLang's own."""
 
 
-class SGLangClient(EngineClient):
+class SGLangClient(AdapterFrontEnd):
     """What the two kinds of SGLang engines have in common."""
 
     sharing = "file_descriptor"  # by which of torch's strategies its process gets shared memory
@@ -106,42 +105,35 @@ class SGLangClient(EngineClient):
         told = [asdict(one) for one in residents]
         self._front({"adapter": adapter, "active": label, "residents": told})
 
-    def adapters_held(self) -> frozenset[int]:
-        """None: requests name an adapter by a text. See `AdapterFrontEnd`."""
-        return frozenset()
-
-    def lora_request(self, version: Resident) -> str:
-        """The ``lora_path`` of a request for this version."""
-        return version.label
-
     def _front(self, given: Reply) -> frozenset[int]:
         """Ask the process that takes requests; returns the adapters in use."""
         name = f"{FRONT}{json.dumps(given)}"
         _, weights = self.control("get_weights_by_name", name=name, truncate_size=1)
         told = self._said(weights)
         if "error" in told:
-            msg = f"the engine offers no adapters: {told['error']}. See its log."
-            raise WeightBridgeUnavailableError(msg)
+            raise WeightBridgeUnavailableError(
+                f"the engine offers no adapters: {told['error']}. See its log."
+            )
         return frozenset(told["used"])
 
     def _said(self, weights: object) -> Any:
         """What our plugin answered as a weight's numbers."""
         said = reply_text(weights)
         if said is None:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the engine answered {str(weights)[:120]!r}: it does not have rl_bridge's plugin. "
                 f"Install rl_bridge beside sglang >= {MINIMUM} in the engine's environment; where "
                 f"SGLANG_PLUGINS is set, add {NAME} to it."
             )
-            raise WeightBridgeUnavailableError(msg)
         return json.loads(said)
 
     def do(self, route: str, **body: Any) -> None:
         """Call a control route that has to succeed."""
         succeeded, said = self.control(route, **body)
         if not succeeded:
-            msg = f"SGLang refused {route} ({said}). See the engine's log."
-            raise WeightUpdateRejectedError(msg)
+            raise WeightUpdateRejectedError(
+                f"SGLang refused {route} ({said}). See the engine's log."
+            )
 
     def pause(self, mode: str | None, *, undoes: bool = False) -> None:
         """Stop generating; requests are computed anew later (``retract``), frozen, or ended.
@@ -257,12 +249,13 @@ class EngineOfThisProcess(SGLangClient):
 
 
 def _has_ended(pid: int) -> bool:
+    """Whether a process is certainly over; where that cannot be told, a call has its deadline."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return Path("/proc/self/stat").exists()
     except OSError:
-        return False  # not to be told from here
+        return False
     return stat.rpartition(")")[2].split()[0] in {"Z", "X"}
 
 
@@ -315,11 +308,10 @@ class ServerClient(SGLangClient):
         reply = self._send("GET", "model_info")
         content = self._server.content(reply)
         if not isinstance(content, dict) or not {"weight_version", "model_path"} <= content.keys():
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the server at {self._server} answered /model_info with {reply.text[:200]!r}, "
                 f"expected its version and path. Is it a server of SGLang >= {MINIMUM}?"
             )
-            raise WeightBridgeUnavailableError(msg)
         return content
 
     def _send(self, method: str, route: str, within_s: float | None = None, **request: Any) -> Any:
@@ -327,12 +319,11 @@ class ServerClient(SGLangClient):
         reply = self._server.send(method, route, f"answer {route}", within_s, **request)
         codes = self._server.codes
         if reply.status_code in {codes.UNAUTHORIZED, codes.FORBIDDEN, codes.NOT_FOUND}:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the server at {self._server} answered {route} with status {reply.status_code}: "
                 f"{reply.text[:200]}. Pass the api_key that it was started with (its admin's, if "
                 f"it has one); expected SGLang >= {MINIMUM}."
             )
-            raise WeightBridgeUnavailableError(msg)
         return reply
 
 
@@ -356,8 +347,7 @@ def connect(engine: Any, *, timeout_s: float = 600.0, api_key: str | None = None
         return ServerClient(engine, timeout_s, api_key)
     if hasattr(engine, "tokenizer_manager") and hasattr(engine, "loop"):
         return EngineOfThisProcess(engine, timeout_s)
-    msg = (
+    raise TypeError(
         f"engine is a {type(engine).__name__}, expected an Engine of SGLang or a server's URL such "
         "as 'http://127.0.0.1:30000'. Pass one of these."
     )
-    raise TypeError(msg)

@@ -1,17 +1,8 @@
 """`SGLangInstallAdapter`: a whole SGLang engine behind the executor's adapter.
 
-    executor = RolloutExecutor(
-        weight_bridge=bridge, weight_install_adapter=SGLangInstallAdapter(engine)
-    )
-    executor.update_weights(manifest)
-
 The transaction is `rl_bridge.engines.driver.EngineDriver`'s. What SGLang answers to a load is not
 believed: the engine's own parameters are read, on all of its ranks, and after any failure put
-back, byte for byte. `SGLangWeightLoader` drives an engine by the requests of a transfer strategy:
-
-    receiver = await strategy.create_receiver(init_info, rank_offset=offset)
-    loader = SGLangWeightLoader(engine, receiver)
-    await loader.load_weights(receiver, request)        # for each request, in order
+back, byte for byte. `SGLangWeightLoader` drives an engine by the requests of a transfer strategy.
 """
 
 from dataclasses import dataclass
@@ -22,7 +13,7 @@ from rl_bridge.engines.adapters import AdapterDriver
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
 from rl_bridge.engines.serving import KEPT, LabelMaker, ServingOptions, default_label
-from rl_bridge.engines.sglang.client import SGLangClient, connect
+from rl_bridge.engines.sglang.client import connect
 from rl_bridge.engines.sglang.loaders import DiskRoute, DistributedRoute, RouteName, loader_for
 from rl_bridge.engines.staging import Staging, checked_budget, checked_staging
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
@@ -114,18 +105,15 @@ class SGLangInstallAdapter(EngineDriver):
         loader = loader_for(route, client, drops=serving.cache == "flush")
         if transports:
             if not loader.imports:
-                msg = (
+                raise ValueError(
                     f"route={route!r} with transports={sorted(transports)}: expected 'import'; by "
                     "other routes the executor's own bridge imports. Give them to "
                     "make_weight_bridge."
                 )
-                raise ValueError(msg)
             options["transports"] = checked_transports(transports)
         super().__init__(
             client, serving=serving, options=options, loader=loader, take_over=take_over
         )
-        self._may_take_over, self._keep = take_over, serving.keep
-        self._bridges = {one: options[one] for one in ("transports",) if one in options}
 
     def for_adapter(self, name: str) -> AdapterDriver:
         """What brings versions of a LoRA adapter into the engine, beside its weights.
@@ -134,16 +122,7 @@ class SGLangInstallAdapter(EngineDriver):
             WeightBridgeUnavailableError: the engine does not have our plugin.
 
         """
-        assert isinstance(self.client, SGLangClient)  # as `connect` made it
-        self.client.adapters_in_use()  # which says what the engine lacks
-        return AdapterDriver(
-            self.client,
-            name,
-            front_end=self.client,
-            options=self._bridges,
-            keep=self._keep,
-            take_over=self._may_take_over,
-        )
+        return AdapterDriver(self, name)
 
 
 class SGLangWeightLoader(ExecutorWeightLoader):

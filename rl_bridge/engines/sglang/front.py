@@ -14,6 +14,7 @@ from typing import Any
 
 from rl_bridge.engines.adapters import Resident
 from rl_bridge.engines.sglang import require
+from rl_bridge.errors import WeightBridgeError
 
 FRONT = "rl_bridge-front:"
 """Begins the names of the weights that this process answers itself; the rest is a call as JSON."""
@@ -49,18 +50,20 @@ class OfferedAdapters:
             named[adapter] = named[active]
         registry = self._registry
         kind = require("sglang.srt.lora.lora_registry").LoRARef
+        counter = require("sglang.srt.utils").ConcurrentCounter
         async with registry._registry_lock.writer_lock:  # noqa: SLF001 - SGLang offers no more
             table, counters = registry._registry, registry._counters  # noqa: SLF001 - as above
             before = self._ours.get(adapter, {})
             if taken := sorted(({adapter, *named} - before.keys()) & table.keys()):
-                msg = f"the engine serves these names already: {taken}. Unload them first"
-                raise ValueError(msg)
+                raise ValueError(
+                    f"the engine serves these names already: {taken}. Unload them first"
+                )
             for name in before:
                 table.pop(name, None)  # SGLang's own calls may have unloaded it
             for name, one in named.items():
                 table[name] = kind(one.update_id, name, one.path, True)  # noqa: FBT003 - pinned
                 if one.update_id not in counters:
-                    counters[one.update_id] = require("sglang.srt.utils").ConcurrentCounter()
+                    counters[one.update_id] = counter()
                 self._numbers[one.update_id] = one.number
             self._ours[adapter] = named
 
@@ -104,5 +107,5 @@ async def answer_front(registry: Any, text: str) -> str:
         if "adapter" in given:
             await offered.offer(given["adapter"], given["active"], given["residents"])
         return json.dumps({"used": offered.used()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, WeightBridgeError) as error:
         return json.dumps({"error": str(error)})

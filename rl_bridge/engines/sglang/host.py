@@ -76,7 +76,7 @@ class SGLangModelInstaller(ModelInstaller):
                 into what parameters have; None takes ``beside`` where the budget allows it.
             memory_budget_nbytes: what the next version may take, or the copy of the model that an
                 undo needs; None takes what the machine has to give.
-            num_threads: threads that copy and digest; None takes the usable cores.
+            num_threads: threads that copy and digest; None takes the usable cores, at most 8.
             num_ranks: over how many ranks the model is spread: see `ModelInstaller`.
 
         Raises:
@@ -112,11 +112,15 @@ class SGLangHost(RankHost):
     may_sleep = False
 
     def __init__(
-        self, model: torch.nn.Module, flush: Callable[[], bool | None], group: RankGroup
+        self,
+        model: torch.nn.Module,
+        flush: Callable[[], bool | None],
+        group: RankGroup,
+        *,
+        may_sleep: bool = False,
     ) -> None:
         """Look at a rank; `flush` drops cached prefixes, and says None if that is not all."""
-        self.model = model
-        self.group = group
+        self.model, self.group, self.may_sleep = model, group, may_sleep
         self._flush = flush
 
     def make_installer(self, options: Mapping[str, Any]) -> RankInstaller:
@@ -175,7 +179,7 @@ def answer_text(
         if not isinstance(given, dict) or not isinstance(given.get("verb"), str):
             msg = f"{text[:80]!r} is no call. Pass an object with a verb."
             raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - answered like all others
-        rank = rank_of(model, lambda: _host(model, flush, may_sleep=may_sleep))
+        rank = rank_of(model, lambda: SGLangHost(model, flush, tensor_group(), may_sleep=may_sleep))
         if name := str(given.get("adapter", "")):
             base = rank
             make = partial(SGLangAdapterInstaller, lora)
@@ -192,14 +196,6 @@ def answer_text(
         return json.dumps([{**reply, **failure_reply(error)}])
 
 
-def _host(
-    model: torch.nn.Module, flush: Callable[[], bool | None], *, may_sleep: bool
-) -> SGLangHost:
-    host = SGLangHost(model, flush, tensor_group())
-    host.may_sleep = may_sleep
-    return host
-
-
 # ---- engines that are refused, by how they were started ------------------------------------------
 
 
@@ -211,32 +207,28 @@ def require_supported(device: str) -> None:
     for name in ("pp_size", "dp_size", "attn_dp_size", "ep_size"):
         degree = int(getattr(parallel, name, None) or 1)
         if degree != 1:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the engine has {name}={degree}, expected 1: only the ranks of tensor "
                 "parallelism decide together here. Use one engine and one executor for each "
                 "replica, and tp_size to spread a model."
             )
-            raise WeightBridgeUnavailableError(msg)
     workers = int(getattr(context.get_serving(), "tokenizer_worker_num", None) or 1)
     if workers != 1:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"the engine has tokenizer_worker_num={workers}, expected 1: each of these processes "
             "has a version label of its own, and SGLang sets that of one alone. Start it with one."
         )
-        raise WeightBridgeUnavailableError(msg)
     if speculative.speculative_algorithm:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"the engine speculates by {speculative.speculative_algorithm}, expected none: the "
             "draft model's weights are not proven. Start it without a draft model."
         )
-        raise WeightBridgeUnavailableError(msg)
     if device == "cpu" and context.get_flags().capture.enable_torch_compile:
-        msg = (
+        raise WeightBridgeUnavailableError(
             "the engine was started with enable_torch_compile, expected without: on the CPU SGLang "
             "compiles a model's weights into its code as constants, and no update reaches them. "
             "Start it without."
         )
-        raise WeightBridgeUnavailableError(msg)
 
 
 def require_droppable() -> None:
@@ -248,10 +240,9 @@ def require_droppable() -> None:
     for name in _STORES:
         store = getattr(memory, name, None)  # a store of HiCache's comes and goes while it runs
         if store:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the engine keeps cached prefixes outside of its memory ({name}={store}), "
                 "expected none: SGLang does not drop them with the others, so requests would go on "
                 "from what other weights computed. Start it without, or detach it; or use "
                 "cache='keep', if they may."
             )
-            raise WeightBridgeUnavailableError(msg)

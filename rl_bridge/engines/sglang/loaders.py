@@ -14,7 +14,7 @@ import shutil
 import socket
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +34,11 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.trainers.chunks import BufferPlan
 
 RouteName = Literal["import", "tensor", "distributed", "disk"]
 ROUTES: tuple[RouteName, ...] = ("import", "tensor", "distributed", "disk")
 
-_ALIGNED = 64
 # torch's sharing strategy is one for the whole process.
 _SHARING = threading.Lock()
 # How long a broadcast that the engine has answered for may still take to be told here.
@@ -105,8 +105,9 @@ class SGLangLoader(Loader):
         succeeded, said = self._client.control("begin_weight_update", selector="target")
         if not succeeded:
             self._may_be_in_session = False  # the one that is open is somebody else's
-            msg = f"SGLang refused begin_weight_update ({said}). See the engine's log."
-            raise WeightUpdateRejectedError(msg)
+            raise WeightUpdateRejectedError(
+                f"SGLang refused begin_weight_update ({said}). See the engine's log."
+            )
         try:
             yield
         except BaseException:
@@ -114,6 +115,27 @@ class SGLangLoader(Loader):
             raise
         self._client.do("end_weight_update")
         self._may_be_in_session = False
+
+
+class _Bucket:
+    """Tensors of an update in one flat buffer, which is used again for the next one."""
+
+    def __init__(self) -> None:
+        self._kinds: list[tuple[torch.dtype, tuple[int, ...]]] = []
+
+    def fill(
+        self, tensors: Mapping[str, torch.Tensor], device: str
+    ) -> tuple[torch.Tensor, list[tuple[str, int]]]:
+        """The buffer, and at which byte each tensor begins, in the order in which they lie."""
+        kinds = [(one.dtype, tuple(one.shape)) for one in tensors.values()]
+        if kinds != self._kinds:
+            self._plan, self._kinds = BufferPlan(kinds), []  # for want of memory it is asked again
+            self._buffer, self._views = self._plan.allocate(torch.device(device))
+            self._kinds = kinds
+        for view, tensor in zip(self._views, tensors.values(), strict=True):
+            view.copy_(tensor)
+        places = zip(tensors, self._plan.offsets, strict=True)
+        return self._buffer, sorted(places, key=lambda place: place[1])
 
 
 class TensorLoader(SGLangLoader):
@@ -126,7 +148,7 @@ class TensorLoader(SGLangLoader):
         super().__init__(client, drops=drops)
         self._serializer = require("sglang.srt.utils").MultiprocessingSerializer
         self._metadata = require("sglang.srt.weight_sync.tensor_bucket").FlattenedTensorMetadata
-        self._bucket = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._bucket = _Bucket()
 
     def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Open a session, load the bucket, close the session."""
@@ -144,18 +166,13 @@ class TensorLoader(SGLangLoader):
 
     def _serialized(self, tensors: Mapping[str, torch.Tensor]) -> list[bytes]:
         """One for each rank: what torch shares may be taken once."""
-        places, end = _places(tensors, _ALIGNED)
-        if self._bucket.nbytes != end:
-            self._bucket = torch.empty(end, dtype=torch.uint8, device="cpu")
-        _fill(self._bucket, places, tensors)
+        buffer, places = self._bucket.fill(tensors, "cpu")
         metadata = [
-            self._metadata(
-                name, tensors[name].shape, tensors[name].dtype, start, stop, stop - start
-            )
-            for name, start, stop in places
+            self._metadata(name, one.shape, one.dtype, start, start + one.nbytes, one.nbytes)
+            for name, start, one in ((name, start, tensors[name]) for name, start in places)
         ]
         content = {
-            "flattened_tensor": self._bucket,
+            "flattened_tensor": buffer,
             "metadata": metadata,
             SENDER: sender(self._client.driver),
         }
@@ -163,12 +180,11 @@ class TensorLoader(SGLangLoader):
             try:
                 return [self._serializer.serialize(content) for _ in range(self._client.num_ranks)]
             except RuntimeError as error:
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"torch cannot share memory from this process any more ({error}). SGLang's "
                     "Engine.shutdown ends all children of its process, torch's memory manager "
                     "too: use route='import', or update servers from a process without engines."
-                )
-                raise WeightBridgeUnavailableError(msg) from error
+                ) from error
 
 
 class DistributedLoader(SGLangLoader):
@@ -187,7 +203,7 @@ class DistributedLoader(SGLangLoader):
         self._address = address
         self._make_group = require("sglang.srt.utils").init_custom_process_group
         self._torch: Any = importlib.import_module("torch.distributed")  # it has few types
-        self._bucket = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._bucket = _Bucket()
         self._group: Any = None
         self._store: Any = None
         self._ranks = 0
@@ -198,17 +214,10 @@ class DistributedLoader(SGLangLoader):
         del manifest
         on_cpu = self._client.device == "cpu"
         self._join("gloo" if on_cpu else "nccl")
-        # SGLang lays them out without a gap: the widest first, all of them are aligned.
-        ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-        places, end = _places(ordered, 1)
-        if self._bucket.nbytes != end:
-            device = "cpu" if on_cpu else self._client.device
-            self._bucket = torch.empty(end, dtype=torch.uint8, device=device)
-        _fill(self._bucket, places, ordered)
+        buffer, places = self._bucket.fill(tensors, self._client.device)
+        ordered = {name: tensors[name] for name, _ in places}  # SGLang takes them without a gap
         with self._session():
-            work = self._torch.broadcast(
-                self._bucket, group=self._group, group_src=0, async_op=True
-            )
+            work = self._torch.broadcast(buffer, group=self._group, group_src=0, async_op=True)
             try:
                 self._client.do(
                     "update_weights_from_distributed",
@@ -283,11 +292,10 @@ class DistributedLoader(SGLangLoader):
                 said = "it takes too long"
             except Exception as error:  # noqa: BLE001 - told below
                 said = str(error)
-        msg = (
+        raise WeightUpdateRejectedError(
             f"no group with the engine came about at {self._address}:{port} ({said}). See that the "
             "engine reaches this address, or use route='import'."
         )
-        raise WeightUpdateRejectedError(msg)
 
     def _open(self) -> int:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
@@ -307,33 +315,11 @@ class DistributedLoader(SGLangLoader):
                 )
                 listening.detach()  # the store's from now on
         except (OSError, RuntimeError) as error:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"nothing can be opened at {self._address} ({error}). Pass an address of this "
                 "machine that the engine reaches."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
         return port
-
-
-_Place = tuple[str, int, int]
-
-
-def _places(tensors: Mapping[str, torch.Tensor], alignment: int) -> tuple[list[_Place], int]:
-    """Where each tensor lies in a bucket, and how large that is."""
-    places, end = [], 0
-    for name, tensor in tensors.items():
-        start = -(-end // alignment) * alignment
-        end = start + tensor.nbytes
-        places.append((name, start, end))
-    return places, end
-
-
-def _fill(
-    bucket: torch.Tensor, places: Iterable[_Place], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    for name, start, stop in places:
-        tensor = tensors[name]
-        bucket[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 @contextmanager
@@ -358,8 +344,9 @@ class DiskLoader(SGLangLoader):
         try:
             from safetensors.torch import save_file
         except ImportError as error:
-            msg = "versions are written as safetensors. Install it: pip install 'rl-bridge[bench]'."
-            raise WeightBridgeUnavailableError(msg) from error
+            raise WeightBridgeUnavailableError(
+                "versions are written as safetensors. Install it: pip install 'rl-bridge[bench]'."
+            ) from error
         self._save = save_file
         self._home = directory
         self._initial: Path | None = None
@@ -426,6 +413,7 @@ def loader_for(
     if route == "distributed":
         return DistributedLoader(client, DistributedRoute().address, drops=drops)
     if route == "disk":
-        msg = "route='disk': expected a folder for the versions, too. Pass DiskRoute(directory)."
-        raise ValueError(msg)
+        raise ValueError(
+            "route='disk': expected a folder for the versions, too. Pass DiskRoute(directory)."
+        )
     raise ValueError(f"route={route!r}: expected one of {', '.join(map(repr, ROUTES))}.")

@@ -87,12 +87,11 @@ class SGLangAdapterInstaller(SlotInstaller):
         """
         super().__init__(base)
         if manager is None:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 "the engine was started without LoRA, expected enable_lora=True. Start it with "
                 "enable_lora=True, max_loras_per_batch=4, max_lora_rank of at least the adapter's "
                 "and lora_target_modules, such as ['all']."
             )
-            raise WeightBridgeUnavailableError(msg)
         self._manager: Any = manager
         self._pool: Any = manager.memory_pool
         # What the pool has beside the places of a version: it must be zero in its slot.
@@ -122,14 +121,13 @@ class SGLangAdapterInstaller(SlotInstaller):
         manager, pool, uid = self._manager, self._pool, version.update_id
         if not self.free_places():
             held = [ref.lora_name for ref in manager.lora_refs.values()]
-            msg = (
+            raise SlotsExhausted(
                 f"adapter {version.label}: the engine has {pool.max_loras_per_batch} slots, of "
                 f"which one is for requests without an adapter, expected a free one beside {held}: "
                 "versions that requests ask for, or that are kept. Try again when requests have "
                 "ended, or start the engine with a larger max_loras_per_batch: 3 for each adapter, "
                 "and one more."
             )
-            raise SlotsExhausted(msg)
         slot = int(self._empty()[0])
         for buffer in self._unwritten():
             buffer[slot].zero_()
@@ -148,11 +146,10 @@ class SGLangAdapterInstaller(SlotInstaller):
         if ref is not None:
             done = self._manager.unload_lora_adapter(ref)
             if not done.success:
-                msg = (
+                raise WeightUpdateRejectedError(
                     f"SGLang did not unload adapter {version.label} ({done.error_message}), so its "
                     "slot is lost. See the engine's log; start it anew."
                 )
-                raise WeightUpdateRejectedError(msg)
 
     def free_places(self) -> int:
         """Slots that are free, less the one that SGLang wants for requests without an adapter."""

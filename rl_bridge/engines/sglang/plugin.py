@@ -51,14 +51,17 @@ def register() -> None:
         _LOG.warning("rl_bridge is not hooked in: %s", error)
         return
     around = registry.HookType.AROUND
-    registry.HookRegistry.register(ANSWERED, _answered, around)
-    registry.HookRegistry.register(FRONTED, _fronted, around)
-    registry.HookRegistry.register(ACQUIRED, _acquired, around)
-    registry.HookRegistry.register(RECEIVED, _received, around)
-    registry.HookRegistry.register(SLEEPS, _slept, around)
-    registry.HookRegistry.register(WAKES, _woke, around)
-    for target in GUARDED:
-        registry.HookRegistry.register(target, _guarded, around)
+    hooks = {
+        ANSWERED: _answered,
+        FRONTED: _fronted,
+        ACQUIRED: _acquired,
+        RECEIVED: _received,
+        SLEEPS: _slept,
+        WAKES: _woke,
+        **dict.fromkeys(GUARDED, _guarded),
+    }
+    for target, hook in hooks.items():
+        registry.HookRegistry.register(target, hook, around)
 
 
 def sender(driver: str) -> str:

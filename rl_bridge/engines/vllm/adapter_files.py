@@ -11,6 +11,7 @@ used for a while, and reads the files again for a request that has one still; if
 engine ends.
 """
 
+import copy
 import logging
 import shutil
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.trainers.peft_files import write_peft
+from rl_bridge.trainers.checkpoint_files import write_peft
 
 __all__ = ["VLLMAdapterFiles"]
 
@@ -63,56 +64,27 @@ class VLLMAdapterFiles(TransactionalAdapter):
         """
         self._server = Server(url, timeout_s, install=VLLM.install, health="health")
         self._directory, self._timeout_s = Path(directory).absolute(), timeout_s
-
-    def for_adapter(self, name: str) -> "TransactionalAdapter":
-        """What brings versions of one adapter. See `TransactionalAdapter`."""
-        return _OneAdapter(self._server, self._directory, name, self._timeout_s)
-
-    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a model's weights. See `TransactionalAdapter`."""
-        del tensors
-        msg = (
-            f"version {manifest.weight_version} holds a model's weights, expected an adapter, "
-            "and nothing else. Publish it with adapter=, or use VLLMEngineAdapter."
-        )
-        raise IncompatibleUpdate(msg)
-
-    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a model's weights. See `TransactionalAdapter`."""
-        self.prepare(manifest, tensors)
-
-    def prove(self) -> InstallProof:
-        """Nothing was installed. See `TransactionalAdapter`."""
-        return InstallProof(method="unproven")
-
-    def undo(self) -> None:
-        """Nothing was changed."""
-
-    def release(self, update_id: str) -> None:
-        """Nothing is kept."""
-
-    def leave(self) -> None:
-        """Close the connections."""
-        self._server.close()
-
-
-class _OneAdapter(TransactionalAdapter):
-    """Versions of one adapter."""
-
-    def __init__(self, server: Server, directory: Path, name: str, timeout_s: float) -> None:
-        self._server, self._directory, self._timeout_s = server, directory, timeout_s
-        self._name = name
+        self._name = ""  # of the adapter; this one is for all of them
         self._staged: tuple[Resident, WeightUpdateManifest] | None = None
         self._residents: list[Resident] = []  # the newest first
 
+    def for_adapter(self, name: str) -> "VLLMAdapterFiles":
+        """What brings versions of one adapter. See `TransactionalAdapter`."""
+        made = copy.copy(self)
+        made._name, made._residents = name, []  # noqa: SLF001 - one of its own kind
+        return made
+
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse what is no plain LoRA. See `TransactionalAdapter`."""
+        """Refuse a model's weights, and what is no plain LoRA. See `TransactionalAdapter`."""
         spec = manifest.adapter
-        assert spec is not None  # as the executor chose this
+        if spec is None:
+            raise IncompatibleUpdate(
+                f"version {manifest.weight_version} holds a model's weights, expected an adapter, "
+                "and nothing else. Publish it with adapter=, or use VLLMEngineAdapter."
+            )
         require_plain(spec, spec.others(tensors))
         check_finite(tensors, tensors)
-        version = Resident.beside(self._residents, manifest)
-        self._staged = version, manifest
+        self._staged = Resident.beside(self._residents, manifest), manifest
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the version, and have the server load it under its own name."""
@@ -169,14 +141,18 @@ class _OneAdapter(TransactionalAdapter):
         for one in self._residents:
             if version in {None, one.weight_version}:
                 return one.own_name
-        msg = (
+        raise UnknownUpdate(
             f"the server does not hold version {version} of adapter {self._name!r}, expected one "
             f"of {[one.weight_version for one in self._residents]}. Install it with update_weights."
         )
-        raise UnknownUpdate(msg)
 
     def release(self, update_id: str) -> None:
         """The server has files of its own."""
+
+    def leave(self) -> None:
+        """Close the connections."""
+        if not self._name:
+            self._server.close()
 
     def _folder(self, version: Resident) -> Path:
         return self._directory / version.own_name
@@ -189,14 +165,12 @@ class _OneAdapter(TransactionalAdapter):
         if reply.is_success or (may_lack and is_unknown):
             return
         if is_unknown and "lora_name" not in reply.text and "adapter" not in reply.text:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the server at {self._server} has no route /{path}. Start it with "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, and --enable-lora."
             )
-            raise WeightBridgeUnavailableError(msg)
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"the server at {self._server} answered /{path} for {body['lora_name']} with status "
             f"{reply.status_code}: {reply.text[:300]}. See its log; it must see the directory "
             "under the same path."
         )
-        raise WeightBridgeUnavailableError(msg)

@@ -75,23 +75,21 @@ class PackCanary:
         # As `linear(asked, weight)`, which would lay the weight out anew, at half the speed.
         answer, expected = product(asked, weight, None), (weight @ asked.t()).t()
         if not expected.isfinite().all():
-            msg = (
+            raise IncompatibleUpdate(
                 f"layer {path!r}: products of its weight are NaN or Inf; the engine keeps its "
                 "version. See which training step made such weights."
             )
-            raise IncompatibleUpdate(msg)
         size = torch.maximum(answer.abs(), expected.abs())
         wrong = _differ(answer, expected, size, inputs, expected.abs().amax(1, keepdim=True))
         if wrong:  # sums that cancel are rounded as coarsely as what they are made of
             largest = _norms(weight, asked).amax(0).unsqueeze(1)
             wrong = _differ(answer, expected, size, inputs, largest)
         if wrong:
-            msg = (
+            raise ProofFailed(
                 f"layer {path!r}: {wrong} of {answer.numel()} products of its packed weight differ "
                 "from the weight's own. The engine was not touched; publish again, and look at "
                 "the machine's memory if it happens again."
             )
-            raise ProofFailed(msg)
         return cls(path, module, product, inputs, answer)
 
     def check(self, known: set[tuple[int, int]]) -> None:
@@ -108,11 +106,10 @@ class PackCanary:
                 known.add(pair)
                 return
             what = "answers otherwise than when it was made"
-        msg = (
+        raise ProofFailed(
             f"layer {self.path!r}: its packed weight {what}. Install the update again; if that "
             "fails too, something else writes to the engine."
         )
-        raise ProofFailed(msg)
 
 
 @lru_cache(maxsize=64)
@@ -169,12 +166,11 @@ def check_experts(path: str, state: Mapping[str, Any], weights: Mapping[str, tor
             largest = _norms(second[expert], (gates * ups).t()).amax(0).unsqueeze(1)
             wrong = _differ(answer, expected, _ROUNDINGS * largest.float(), summed, largest)
         if wrong:
-            msg = (
+            raise ProofFailed(
                 f"layer {path!r}: {wrong} of {answer.numel()} products of its packed expert "
                 f"{expert} differ from the weights' own. The update is not installed; publish "
                 "it again, and look at the machine's memory if it happens again."
             )
-            raise ProofFailed(msg)
     return True
 
 

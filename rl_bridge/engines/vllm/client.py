@@ -10,9 +10,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rl_bridge.engines.adapters import Resident
+from rl_bridge.engines.adapters import AdapterFrontEnd, Resident
 from rl_bridge.engines.rpc import (
-    EngineClient,
     Replies,
     Reply,
     Server,
@@ -24,15 +23,14 @@ from rl_bridge.engines.rpc import (
 )
 from rl_bridge.engines.vllm import MINIMUM, VLLM
 from rl_bridge.engines.vllm.endpoint import PATH as ADAPTERS
-from rl_bridge.engines.vllm.endpoint import rows_of
-from rl_bridge.engines.vllm.handed import AdapterGate, gate_of
+from rl_bridge.engines.vllm.endpoint import AdapterGate, gate_of, rows_of
 from rl_bridge.engines.vllm.plugin import METHOD
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 
 _HELD = "requests hold cached blocks of other weights, or a KV connector is not done"
 
 
-class VLLMClient(EngineClient):
+class VLLMClient(AdapterFrontEnd):
     """What the three kinds of vLLM engines have in common."""
 
     @abstractmethod
@@ -51,32 +49,6 @@ class VLLMClient(EngineClient):
     @abstractmethod
     def stop(self, mode: str) -> None:
         """Pause the scheduler by one of vLLM's modes."""
-
-    def adapters_in_use(self) -> frozenset[int]:
-        """Ids of the LoRA adapters that requests under way ask for, those that wait included.
-
-        Raises:
-            WeightBridgeUnavailableError: the engine does not tell.
-
-        """
-        msg = (
-            "this engine does not tell which adapters its requests ask for, so versions of an "
-            "adapter cannot be kept apart in it. Use an LLM, an AsyncLLM, or a server's URL."
-        )
-        raise WeightBridgeUnavailableError(msg)
-
-    def offer_adapter(
-        self, adapter: str, active: Resident | None, residents: Sequence[Resident]
-    ) -> None:
-        """Nothing, where nobody is told. See `AdapterFrontEnd`."""
-
-    def adapters_held(self) -> frozenset[int]:
-        """None, where requests name an adapter by a text. See `AdapterFrontEnd`."""
-        return frozenset()
-
-    def lora_request(self, version: Resident) -> Any:
-        """What a request names this version by: what clients send as ``model``."""
-        return version.label
 
     def pause(self, mode: str | None, *, undoes: bool = False) -> None:
         """Stop scheduling: ``keep`` freezes requests, ``wait`` ends them, ``abort`` aborts them."""
@@ -150,7 +122,7 @@ class _LocalClient(VLLMClient):
 
     def adapters_held(self) -> frozenset[int]:
         """Ids of the adapters that somebody holds a ``LoRARequest`` of."""
-        return self._gate().held()
+        return frozenset(self._gate().handed.numbers())
 
     def lora_request(self, version: Resident) -> Any:
         """A ``LoRARequest`` whose name is of this version alone, for good.
@@ -158,7 +130,7 @@ class _LocalClient(VLLMClient):
         vLLM takes requests of one name for the same adapter, and below 0.31 it looks cached
         prefixes up by the name alone.
         """
-        return self._gate().hand(version)
+        return self._gate().handed.hand(version.own_name, version.number, version.path)
 
     def _gate(self) -> AdapterGate:
         return gate_of(self._core.output_processor)
@@ -261,12 +233,11 @@ class LLMClient(_LocalClient):
             except ConnectionError as error:
                 raise lost(error, "end an earlier call") from error
             except TimeoutError as error:
-                msg = (
+                raise DeadlineExceeded(
                     f"the engine is still at an earlier call, {within_s} s after the end of the "
                     "wait for it. See its log; give the adapter a longer timeout_s if it was only "
                     "slow."
-                )
-                raise DeadlineExceeded(msg) from error
+                ) from error
         self._last = in_thread(action)
         return self._last
 
@@ -296,11 +267,10 @@ class AsyncLLMClient(_LocalClient):
         try:
             self._loop = loop or asyncio.get_running_loop()
         except RuntimeError as error:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 "no event loop runs in this thread. Pass the one that the engine runs in: "
                 "rl_bridge.vllm.connect(engine, loop=loop)."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
 
     def stop(self, mode: str) -> None:
         """Pause the scheduler."""
@@ -426,20 +396,9 @@ class ServerClient(VLLMClient):
         self._server.close()
 
     def _adapters(self, method: str, **request: Any) -> dict[str, Any]:
-        path, doing = ADAPTERS.removeprefix("/"), "tell which adapters are in use"
-        reply = self._server.send(method, path, doing, self.timeout_s, **request)
-        if reply.status_code == self._server.codes.NOT_FOUND:
-            msg = (
-                f"the server at {self._server} has no route {ADAPTERS}, by which versions of "
-                "adapters are offered to its clients. Start it with VLLM_PLUGINS=rl_bridge and "
-                "VLLM_SERVER_DEV_MODE=1 in its environment, vLLM >= 0.32 and rl_bridge beside it."
-            )
-            raise WeightBridgeUnavailableError(msg)
-        told = self._server.content(reply) if reply.content else {}
-        if isinstance(told, dict) and "error" in told and not reply.is_success:
-            msg = f"the server at {self._server} offers no adapters: {told['error']}. See its log."
-            raise WeightBridgeUnavailableError(msg)
-        if not reply.is_success or not isinstance(told, dict) or "used" not in told:
+        path = ADAPTERS.removeprefix("/")
+        told = self._send(method, path, "tell which adapters are in use", **request)
+        if "used" not in told:
             raise self._strange(path, told)
         return told
 
@@ -461,9 +420,14 @@ class ServerClient(VLLMClient):
         """What an answer that is no success stands for."""
         codes, text, server = self._server.codes, reply.text[:500], f"the server at {self._server}"
         if reply.status_code == codes.NOT_FOUND:
+            plugin = (
+                "VLLM_PLUGINS=rl_bridge, vLLM >= 0.32 and rl_bridge beside it, and "
+                if f"/{path}" == ADAPTERS
+                else ""
+            )
             return WeightBridgeUnavailableError(
-                f"{server} has no route /{path}. Start it with VLLM_SERVER_DEV_MODE=1 in its "
-                "environment, and let nobody else reach it."
+                f"{server} has no route /{path}. Start it with {plugin}VLLM_SERVER_DEV_MODE=1 in "
+                "its environment, and let nobody else reach it."
             )
         timeouts = {codes.REQUEST_TIMEOUT, codes.GATEWAY_TIMEOUT}
         if reply.status_code in timeouts or "timed out" in text or "TimeoutError" in text:
@@ -510,8 +474,7 @@ def connect(
         return AsyncLLMClient(engine, timeout_s, loop)
     if hasattr(engine, "llm_engine"):
         return LLMClient(engine, timeout_s)
-    msg = (
+    raise TypeError(
         f"engine is a {type(engine).__name__}, expected an LLM, an AsyncLLM or a server's URL "
         "such as 'http://127.0.0.1:8000'. Pass one of these."
     )
-    raise TypeError(msg)

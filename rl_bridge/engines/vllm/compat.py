@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rl_bridge.engines.load_plan import storage_of
 from rl_bridge.engines.skeleton import EngineCompat, processed_by
 from rl_bridge.engines.vllm import require
 from rl_bridge.errors import IncompatibleUpdate
@@ -119,22 +120,21 @@ def repacks(layer: torch.nn.Module) -> bool:
 def refuse_unreached(model: torch.nn.Module) -> None:
     """Refuse a model that would go on computing with something of the version before."""
     _refuse_hooks(model)
-    parameters = {_storage(parameter) for parameter in model.parameters()}
-    held = parameters | {_storage(buffer) for buffer in model.buffers()}
+    parameters = {storage_of(parameter) for parameter in model.parameters()}
+    held = parameters | {storage_of(buffer) for buffer in model.buffers()}
     for name, layer in model.named_modules():
         _refuse_buffers(name, layer, parameters)
         _refuse_made_by_steps(name, layer)
         for sinks in _sinks(layer):
             is_cast = sinks.device.type == "cpu" and sinks.dtype not in _SINK_DTYPES
-            if is_cast or _storage(sinks) not in held:
+            if is_cast or storage_of(sinks) not in held:
                 dtype = str(sinks.dtype).removeprefix("torch.")
-                msg = (
+                raise IncompatibleUpdate(
                     f"layer {name!r}: its attention computes with a copy of its sinks ({dtype}), "
                     "which no update reaches; expected the parameter itself. Start the engine "
                     "with dtype='bfloat16' or 'float32' on the CPU, or with another attention "
                     "backend on a GPU."
                 )
-                raise IncompatibleUpdate(msg)
 
 
 def _refuse_hooks(model: torch.nn.Module) -> None:
@@ -143,40 +143,37 @@ def _refuse_hooks(model: torch.nn.Module) -> None:
     for name, layer, hook in hooks:
         if callable(getattr(layer, hook, None)):
             where = f"layer {name!r}, {type(layer).__name__}" if name else type(layer).__name__
-            msg = (
+            raise IncompatibleUpdate(
                 f"{where}: its {hook} was called when the model was loaded, and no update reaches "
                 "what that made of the weights. Such models cannot be updated: start a fresh "
                 "engine from the checkpoint."
             )
-            raise IncompatibleUpdate(msg)
 
 
 def _refuse_buffers(name: str, layer: torch.nn.Module, parameters: set[int]) -> None:
     """Refuse views of weights that vLLM has packed since: they show the weights before."""
     for leaf in sorted(layer._non_persistent_buffers_set):  # noqa: SLF001 - torch has no other way in
         buffer = layer._buffers.get(leaf)  # noqa: SLF001 - as above
-        if buffer is None or not buffer.numel() or _storage(buffer) in parameters:
+        if buffer is None or not buffer.numel() or storage_of(buffer) in parameters:
             continue
         if leaf not in recorded_buffers(layer):
             full = f"{name}.{leaf}" if name else leaf
-            msg = (
+            raise IncompatibleUpdate(
                 f"buffer {full!r}: expected a view of a parameter; vLLM has packed that since, or "
                 "made the buffer when the weights had been loaded, and no update reaches it. Start "
                 "the engine with a dtype in which vLLM does not pack that weight ('float32')."
             )
-            raise IncompatibleUpdate(msg)
 
 
 def _refuse_made_by_steps(name: str, layer: torch.nn.Module) -> None:
     """Refuse what a step has made of weights; a layer that made none yet makes it of new ones."""
     for leaf in _MADE_BY_STEPS:
         if getattr(layer, leaf, None) is not None:
-            msg = (
+            raise IncompatibleUpdate(
                 f"layer {name!r}, {type(layer).__name__}: its {leaf} was made of weights in its "
                 "first step, and no update reaches it; expected none. Such models cannot be "
                 "updated: start a fresh engine from the checkpoint."
             )
-            raise IncompatibleUpdate(msg)
 
 
 def _sinks(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -186,8 +183,3 @@ def _sinks(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
         sinks = getattr(owner, "sinks", None)
         if isinstance(sinks, torch.Tensor):
             yield sinks
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - its identity
-    return identity

@@ -1,16 +1,7 @@
 """`VLLMEngineAdapter`: a whole vLLM engine, all of its ranks, behind the executor's adapter.
 
-    executor = RolloutExecutor(
-        weight_bridge=bridge, weight_install_adapter=VLLMEngineAdapter(llm)
-    )
-    executor.update_weights(manifest)
-
 The transaction is `rl_bridge.engines.driver.EngineDriver`'s. `VLLMWeightLoader` drives one by the
-requests of a transfer strategy:
-
-    receiver = await strategy.create_receiver(init_info, rank_offset=offset)
-    loader = VLLMWeightLoader(llm, receiver)
-    await loader.load_weights(receiver, request)        # for each request, in order
+requests of a transfer strategy.
 """
 
 from dataclasses import dataclass
@@ -22,7 +13,7 @@ from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
 from rl_bridge.engines.serving import KEPT, LabelMaker, ServingOptions, default_label
 from rl_bridge.engines.staging import Staging, checked_budget, checked_staging
-from rl_bridge.engines.vllm.client import LLMClient, VLLMClient, connect
+from rl_bridge.engines.vllm.client import LLMClient, connect
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
 
@@ -118,15 +109,14 @@ class VLLMEngineAdapter(EngineDriver):
         if staging != "reload":
             options = {"cast": cast, "staging": checked_staging(staging)}
         elif serving.pause is None or cast:
-            msg = "staging='reload': expected a pause, and no cast; vLLM's loader casts."
-            raise ValueError(msg)
+            raise ValueError(
+                "staging='reload': expected a pause, and no cast; vLLM's loader casts."
+            )
         options["memory_budget_nbytes"] = checked_budget(memory_budget_nbytes)
         if transports:
             options["transports"] = checked_transports(transports)
         client = connect(engine, timeout_s=timeout_s)
         super().__init__(client, serving=serving, options=options, take_over=take_over)
-        self._may_take_over, self._keep = take_over, serving.keep
-        self._bridges = {one: options[one] for one in ("transports",) if one in options}
 
     def for_adapter(self, name: str) -> AdapterDriver:
         """What brings versions of a LoRA adapter into the engine, beside its weights.
@@ -136,23 +126,13 @@ class VLLMEngineAdapter(EngineDriver):
             WeightBridgeUnavailableError: a server without our routes.
 
         """
-        if self._options.get("reload"):
-            msg = (
+        if self.options.get("reload"):
+            raise IncompatibleUpdate(
                 f"LoRA adapter {name!r}: updates of this engine's weights reload the model, and "
                 "vLLM drops all adapters then, expected another staging than 'reload'. Publish it "
                 "merged into the weights: merged=True."
             )
-            raise IncompatibleUpdate(msg)
-        assert isinstance(self.client, VLLMClient)  # as `connect` made it
-        self.client.adapters_in_use()  # which says what a server lacks
-        return AdapterDriver(
-            self.client,
-            name,
-            front_end=self.client,
-            options=self._bridges,
-            keep=self._keep,
-            take_over=self._may_take_over,
-        )
+        return AdapterDriver(self, name)
 
 
 class VLLMWeightLoader(ExecutorWeightLoader):

@@ -40,11 +40,10 @@ class VLLMCUDAVMMExternalStorageAdapter(ModuleInstallAdapter):
         """
         cause = cuda_cause() if _device == "cuda" else None
         if cause is not None:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"external storage needs CUDA: {cause}. Use VLLMEngineAdapter, which installs CPU "
                 "tensors."
             )
-            raise WeightBridgeUnavailableError(msg)
         self._device = _device
         self._model = _model_of(engine)
         super().__init__(self._model, mode="alias", strict=strict, quiesce=self._drained)
@@ -53,21 +52,19 @@ class VLLMCUDAVMMExternalStorageAdapter(ModuleInstallAdapter):
         """Compare names, shapes, dtypes, layout in memory and devices with the engine's."""
         where = require_imported(tensors).pin.place.device
         if where.type != self._device:
-            msg = (
+            raise IncompatibleUpdate(
                 f"the update is on {where}, expected {self._device}. Import it over a transport "
                 "that shares GPU memory, such as cuda-vmm."
             )
-            raise IncompatibleUpdate(msg)
         state = self._model.state_dict(keep_vars=True)
         live = {name: state[name] for name in tensors if name in state}
         for name, tensor in live.items():
             here, there = tensor.stride(), tensors[name].stride()
             if here != there and tensor.shape == tensors[name].shape:
-                msg = (
+                raise IncompatibleUpdate(
                     f"tensor {name!r} has strides {list(there)}, the engine's {list(here)}. Use "
                     "VLLMEngineAdapter, which fuses, packs and copies."
                 )
-                raise IncompatibleUpdate(msg)
         # (Buffers may hold masks, of -Inf.)
         check_finite(tensors, [n for n, one in live.items() if isinstance(one, torch.nn.Parameter)])
         super().prepare(manifest, tensors)
@@ -87,34 +84,30 @@ def _model_of(engine: Any) -> torch.nn.Module:
     if hasattr(engine, "llm_engine"):
         core = engine.llm_engine.engine_core
         if not hasattr(core, "engine_core"):
-            msg = (
+            raise WeightBridgeUnavailableError(
                 "the engine runs in another process, whose memory cannot be exchanged from here. "
                 "Set VLLM_ENABLE_V1_MULTIPROCESSING=0 before it starts, or use VLLMEngineAdapter."
             )
-            raise WeightBridgeUnavailableError(msg)
         config = engine.llm_engine.vllm_config
         models = engine.apply_model(lambda model: model)
         if len(models) != 1:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the engine has {len(models)} workers, expected one, in this process. Use "
                 "VLLMEngineAdapter."
             )
-            raise WeightBridgeUnavailableError(msg)
         engine = models[0]
     elif hasattr(engine, "model_runner"):
         config, engine = getattr(engine, "vllm_config", None), engine.model_runner.get_model()
     elif hasattr(engine, "get_model"):
         config, engine = getattr(engine, "vllm_config", None), engine.get_model()
     if not isinstance(engine, torch.nn.Module):
-        msg = (
+        raise TypeError(
             f"engine is a {type(engine).__name__}, expected an LLM, a worker, a model runner or a "
             "model. Pass one of these."
         )
-        raise TypeError(msg)
     if config is not None and not config.model_config.enforce_eager:
-        msg = (
+        raise WeightBridgeUnavailableError(
             "the engine may replay captured graphs, which know the addresses of its weights. Start "
             "it with enforce_eager=True, or use VLLMEngineAdapter."
         )
-        raise WeightBridgeUnavailableError(msg)
     return engine

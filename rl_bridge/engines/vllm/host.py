@@ -70,27 +70,24 @@ class VLLMHost(RankHost):
         """Refuse pipeline stages, and replicas that no driver holds together."""
         parallel = self._config.parallel_config
         if parallel.data_parallel_size != 1:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the engine has data_parallel_size={parallel.data_parallel_size}, and its "
                 "replicas take each step of the model together, as those of a model of experts "
                 "do; expected replicas that each compute alone. Use tensor parallelism for such a "
                 "model, and one executor for each engine."
             )
-            raise WeightBridgeUnavailableError(msg)
         if self._has_others() and given.get("replicas", 1) == 1:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the engine is replica {self.replica} of a data-parallel group, and this call "
                 "does not see to it that all replicas install, or none. Use VLLMEngineAdapter, "
                 "with an AsyncLLM or a server that starts all of its replicas itself."
             )
-            raise WeightBridgeUnavailableError(msg)
         if parallel.pipeline_parallel_size != 1:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the engine has pipeline_parallel_size={parallel.pipeline_parallel_size}, "
                 "expected 1: its ranks cannot decide together here. Use tensor parallelism, and "
                 "one executor for each engine."
             )
-            raise WeightBridgeUnavailableError(msg)
 
     @property
     def may_sleep(self) -> bool:
@@ -109,12 +106,11 @@ def _require_no_adapters(model: torch.nn.Module) -> None:
     """Refuse updates after which vLLM drops all adapters, while the engine has some of ours."""
     for name, rank in ranks_of(model).items():
         if name and rank.host.facts()["residents"]:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"the engine has LoRA adapter {name!r}, which vLLM drops when it reloads its "
                 "weights, and requests ask for it. Update the weights by an executor that stages "
                 "them."
             )
-            raise WeightBridgeUnavailableError(msg)
 
 
 def vllm_rank(model: torch.nn.Module, vllm_config: Any, adapter: str = "") -> EngineRank:
@@ -151,11 +147,10 @@ def manifest_of(given: object) -> WeightUpdateManifest:
     if isinstance(given, dict):
         given = canonical_json(given)
     if not isinstance(given, str):
-        msg = (
+        raise MalformedManifest(
             f"update_info has a {type(given).__name__} for its manifest. Pass "
             "{'manifest': manifest.to_json()}."
         )
-        raise MalformedManifest(msg)
     return WeightUpdateManifest.from_json(given)
 
 
@@ -193,9 +188,13 @@ class NativeUpdates:
 
         """
         read: list[WeightUpdateManifest] = []
-        problem, _ = _tried(lambda: read.append(self._read(given)))
+
+        def reads() -> str:
+            read.append(self._read(given))
+            return read[0].update_id
+
         # Told first: nobody takes anything back for what another rank cannot read.
-        problem, ids = heard(self._group, problem, read[0].update_id if read else "")
+        problem, ids = self._together(reads)
         if problem:
             return problem
         if len(set(ids)) > 1:
@@ -211,31 +210,36 @@ class NativeUpdates:
         return problem
 
     def _received(self, manifest: WeightUpdateManifest) -> str:
-        problem, is_refused = _tried(lambda: self._take(manifest))
-        problem, words = heard(self._group, problem, _REFUSED if is_refused else "")
+        problem, words = self._together(lambda: self._take(manifest))
         if not problem and self._group.size > 1 and self._rank.covered != manifest.table.digest:
-            own: list[str] = []
-            problem, _ = _tried(lambda: own.append(json.dumps(self._rank.shards(manifest))))
-            problem, told = heard(self._group, problem, own[0] if own else "")
-            words = told
+            problem, words = self._together(lambda: json.dumps(self._rank.shards(manifest)))
             if not problem:
-                problem, is_refused = _tried(lambda: _check_covered(manifest, told))
-                problem, words = heard(self._group, problem, _REFUSED if is_refused else "")
+                told = words
+                problem, words = self._together(lambda: _check_covered(manifest, told))
             if not problem:  # on all ranks, or on none: they must ask each other in step
                 self._rank.covered = manifest.table.digest
         if problem:
             # What no rank refused, and one only was short of something for, may come again.
             _tried(lambda: self._rank.undo(_REFUSED if _REFUSED in words else None))
             return problem
-        problem, _ = _tried(lambda: self._rank.install(manifest.update_id))
+        _, problem, _ = _tried(lambda: self._rank.install(manifest.update_id))
         return heard(self._group, problem)[0] if problem else ""  # all failed, or none
+
+    def _together(self, step: Callable[[], object]) -> tuple[str, list[str]]:
+        """Take a step: the first cause that any rank tells, and what each rank's step returned.
+
+        Instead of that, a rank that refuses the update says so.
+        """
+        word, problem, is_refused = _tried(step)
+        return heard(self._group, problem, _REFUSED if is_refused else str(word or ""))
 
     def commit(self) -> None:
         """Acknowledge."""
         pending, session = self._rank.pending, self._rank.session
         if pending is None or session.driver != _DRIVER:
-            msg = "no update is installed by vLLM's own calls. Call update_weights first."
-            raise WeightUpdateRejectedError(msg)
+            raise WeightUpdateRejectedError(
+                "no update is installed by vLLM's own calls. Call update_weights first."
+            )
         self._rank.commit(pending.update_id)
         session.leave()
 
@@ -250,7 +254,7 @@ class NativeUpdates:
         if pending is None or pending.update_id != update_id:
             return ""
         reason = "it was installed, and taken back: another engine of this trainer refused it"
-        problem, _ = _tried(lambda: self._rank.undo(reason))
+        _, problem, _ = _tried(lambda: self._rank.undo(reason))
         self._rank.session.leave()
         return problem
 
@@ -264,8 +268,9 @@ class NativeUpdates:
             raise second_driver_error(session.name)
         _require_no_adapters(self._rank.host.model)
         if self._rank.options.get("reload"):
-            msg = "the executor updates this engine by reloads. Use the executor, which pauses it."
-            raise WeightUpdateRejectedError(msg)
+            raise WeightUpdateRejectedError(
+                "the executor updates this engine by reloads. Use the executor, which pauses it."
+            )
         return manifest_of(given)
 
     def _take(self, manifest: WeightUpdateManifest) -> None:
@@ -291,16 +296,12 @@ def _check_covered(manifest: WeightUpdateManifest, told: Sequence[str]) -> None:
     check_covered(manifest, [parse_shards(json.loads(text), manifest) for text in told])
 
 
-def _tried(step: Callable[[], object]) -> tuple[str, bool]:
-    """Why a step failed, to be told after a vote, and whether that is a refusal.
-
-    Empty if it did not fail.
-    """
+def _tried(step: Callable[[], object]) -> tuple[object, str, bool]:
+    """What a step returns; why it failed, to be told after a vote; whether that is a refusal."""
     try:
-        step()
+        return step(), "", False
     except Exception as error:  # noqa: BLE001 - its text is the answer
         _LOG.warning("an update is refused", exc_info=True)
         problem = describe(error)
         clear_frames(error)
-        return problem, not is_shortage(error)
-    return "", False
+        return None, problem, not is_shortage(error)

@@ -9,8 +9,8 @@ away. The rest is `rl_bridge.engines.lora_slots`.
 What vLLM 0.32 does that this has to mind: `LoRARequest`s of one name are equal, whatever their id;
 cached prefixes are kept apart by name and path (below 0.31 by the name alone); `load_inplace` loads
 at every step; loading scales B in place; a request whose id is not registered is loaded from its
-path within a step, and its failure ends the engine (`rl_bridge.engines.vllm.handed`); and on a CPU,
-tokens without an adapter get the last slot's where their batch has tokens with one (its kernel
+path within a step, and its failure ends the engine (`rl_bridge.engines.vllm.endpoint`); and on a
+CPU, tokens without an adapter get the last slot's where their batch has tokens with one (its kernel
 takes index -1 for the last), so that slot stays empty there.
 """
 
@@ -41,23 +41,6 @@ def _stacked(layer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     a, b = layer.lora_a_stacked, layer.lora_b_stacked
     pairs = [(a, b)] if isinstance(a, torch.Tensor) else zip(a, b, strict=True)
     return [(one[:, 0], other[:, 0]) for one, other in pairs]
-
-
-def places_of(manager: Any) -> dict[str, tuple[Place, Place]]:
-    """Module -> where its A and B go: of all modules whose layers are understood here."""
-    found: dict[str, tuple[Place, Place]] = {}
-    for name, layer in manager.modules.items():
-        modules = manager.packed_modules.get(name, [name])
-        kind = type(layer).__name__
-        pairs = _stacked(layer) if kind in _KINDS else []
-        if len(pairs) != len(modules) or (
-            # One matrix for gate and up.
-            kind == _COLUMNS and layer.is_merged_col_linear
-        ):
-            continue
-        for index, (module, (a, b)) in enumerate(zip(modules, pairs, strict=True)):
-            found[module] = _placed(name, layer, index, a, b)
-    return found
 
 
 def _placed(
@@ -98,11 +81,10 @@ class VLLMAdapterInstaller(SlotInstaller):
         super().__init__(base)
         manager = getattr(model, "lora_manager", None)
         if manager is None:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 "the engine was started without LoRA, expected enable_lora=True. Start it with "
                 "enable_lora=True, max_loras=3 and a max_lora_rank of at least the adapter's."
             )
-            raise WeightBridgeUnavailableError(msg)
         self._manager: Any = manager
         # Layers that no version writes to, whose place in a slot must be zero.
         self._others: list[Any] | None = None
@@ -110,8 +92,9 @@ class VLLMAdapterInstaller(SlotInstaller):
     def check(self, spec: AdapterSpec, pairs: Sequence[LoRAPair]) -> None:
         """Refuse what vLLM cannot serve, by name. See `AdapterInstaller`."""
         if self._manager.lora_config.fully_sharded_loras:
-            msg = "the engine has fully_sharded_loras=True, expected False. Start it without."
-            raise IncompatibleUpdate(msg)
+            raise IncompatibleUpdate(
+                "the engine has fully_sharded_loras=True, expected False. Start it without."
+            )
         super().check(spec, pairs)
 
     @property
@@ -122,7 +105,19 @@ class VLLMAdapterInstaller(SlotInstaller):
     def places_of(self, rank: int) -> Places:
         """Where an adapter lies, whatever its rank. See `SlotInstaller`."""
         del rank
-        return places_of(self._manager)
+        found: dict[str, tuple[Place, Place]] = {}
+        for name, layer in self._manager.modules.items():
+            modules = self._manager.packed_modules.get(name, [name])
+            kind = type(layer).__name__
+            pairs = _stacked(layer) if kind in _KINDS else []
+            if len(pairs) != len(modules) or (
+                # One matrix for gate and up.
+                kind == _COLUMNS and layer.is_merged_col_linear
+            ):
+                continue
+            for index, (module, (a, b)) in enumerate(zip(modules, pairs, strict=True)):
+                found[module] = _placed(name, layer, index, a, b)
+        return found
 
     def slot_of(self, version: Resident) -> int | None:
         """The slot of a version that is registered: vLLM's own updates drop all."""
@@ -144,11 +139,10 @@ class VLLMAdapterInstaller(SlotInstaller):
         del pairs
         manager = self._manager
         if version.number in {*manager.list_adapters(), *manager.lora_index_to_id}:
-            msg = (
+            raise IncompatibleUpdate(
                 f"adapter {version.label}: the engine has another adapter under id "
                 f"{version.number} already, which it would get. Publish it again: it gets another."
             )
-            raise IncompatibleUpdate(msg)
         # (Of no layer: an adapter without any matrix is no adapter for vLLM.)
         none = require("vllm.lora.lora_weights").LoRALayerWeights(
             "rl_bridge", 1, 1, torch.zeros(1, 1, device="cpu"), torch.zeros(1, 1, device="cpu")
@@ -157,13 +151,12 @@ class VLLMAdapterInstaller(SlotInstaller):
         free = [slot for slot, held in enumerate(manager.lora_index_to_id) if held is None]
         if not free or free[0] >= self._slots:
             held = [one for one in manager.lora_index_to_id if one]
-            msg = (
+            raise SlotsExhausted(
                 f"adapter {version.label}: the engine has {self._slots} slots for adapters, "
                 f"expected a free one beside the ids {held}: versions that requests ask for, or "
                 "that are kept. Try again when requests have ended, or start the engine with a "
                 "larger max_loras: 3 for each adapter, on a CPU one more, which stays empty."
             )
-            raise SlotsExhausted(msg)
         try:
             manager.add_adapter(model)
             # As `activate_adapter` does it, which also writes zeros into each layer of the slot.
@@ -187,7 +180,7 @@ class VLLMAdapterInstaller(SlotInstaller):
 
     def _unwritten(self) -> list[Any]:
         if self._others is None:
-            both = places_of(self._manager).values()
+            both = self.places_of(0).values()
             written = {place.layer for pair in both for place in pair}
             layers = self._manager.modules.items()
             self._others = [layer for name, layer in layers if name not in written]

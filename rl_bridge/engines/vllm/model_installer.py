@@ -19,7 +19,15 @@ import torch
 
 from rl_bridge.engines.evidence import Evidence
 from rl_bridge.engines.load_plan import LoadPlan, Route
-from rl_bridge.engines.model_installer import ModelInstaller, Tensors
+from rl_bridge.engines.model_installer import (
+    Layer,
+    ModelInstaller,
+    Tensors,
+    Written,
+    groups_of,
+    is_as_loaded,
+    writable,
+)
 from rl_bridge.engines.shards import digests_of
 from rl_bridge.engines.skeleton import EngineCompat, Target, User
 from rl_bridge.engines.staging import (
@@ -32,7 +40,6 @@ from rl_bridge.engines.staging import (
     TensorChange,
     assemble,
 )
-from rl_bridge.engines.through import Layer, Written, groups_of, is_as_loaded, writable
 from rl_bridge.engines.vllm.canary import PackCanary, check_experts
 from rl_bridge.engines.vllm.compat import VLLMCompat, refuse_unreached, repacks
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
@@ -77,7 +84,7 @@ class VLLMModelInstaller(ModelInstaller):
                 into the memory that serves; None takes ``beside`` where the budget allows it.
             memory_budget_nbytes: what the next version may take, or the copy of the model that an
                 undo needs; None takes what the machine has to give.
-            num_threads: threads that copy and digest; None takes the usable cores.
+            num_threads: threads that copy and digest; None takes the usable cores, at most 8.
 
         Raises:
             TypeError: `cast` is no bool.
@@ -178,7 +185,7 @@ def _asked_about(plan: LoadPlan, canaries: Sequence[Canary]) -> set[str]:
     modules = {id(canary.module) for canary in canaries}
     asked: set[str] = set()
     rest: set[str] = set()
-    for route in plan.routes():
+    for route in plan.routes:
         users = plan.targets[route.target].users
         is_asked = any(user.leaf == "weight" and id(user.module) in modules for user in users)
         (asked if is_asked else rest).add(route.source)
@@ -426,11 +433,10 @@ def _check_derived(user: User, state: Mapping[str, Any]) -> None:
         live = vars(user.module)[kind]
         derived = [name for name, made in state[kind].items() if live.get(name) is not made]
         if derived:
-            msg = (
+            raise IncompatibleUpdate(
                 f"layer {user.path!r}: vLLM derives {derived} from its weights, which cannot be "
                 f"made beside the serving layer. Install it by {VLLMCompat.elsewhere}."
             )
-            raise IncompatibleUpdate(msg)
 
 
 def _digests(state: Mapping[str, Any]) -> dict[str, bytes]:
@@ -448,18 +454,11 @@ def _check_repacked(
     """
     for leaf in leaves:
         if first[leaf] != second[leaf]:
-            msg = (
+            raise ProofFailed(
                 f"parameter '{user.path}.{leaf}': vLLM packs the same weight into different bytes. "
                 "The engine keeps its version; publish again, and look at the machine's memory if "
                 "it happens again."
             )
-            raise ProofFailed(msg)
-
-
-def has_same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors of one shape and dtype are equal to the bit: torch calls no NaN equal."""
-    plain = (one.detach().contiguous().view(-1).view(torch.uint8) for one in (tensor, other))
-    return torch.equal(*plain)
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -479,11 +478,10 @@ def _note_tensor(user: User, fresh: torch.Tensor, given: Given, staged: Staged) 
         live.shape != fresh.shape or live.dtype != fresh.dtype or live.stride() != fresh.stride()
     ):
         had = "none" if live is None else _kind(live)
-        msg = (
+        raise IncompatibleUpdate(
             f"parameter {user.name}: vLLM makes {_kind(fresh)} of it, the engine has {had}. "
             f"Install it by {VLLMCompat.elsewhere}."
         )
-        raise IncompatibleUpdate(msg)
     if not fresh.numel() or any(change.live is live for change in staged.tensors):
         return  # packed away; or tied, and noted with its other user
     index, memory = None, fresh.detach()

@@ -67,11 +67,10 @@ class RLBridgeTrainerInitInfo:
 
         """
         if not _register_trainer(require("vllm.distributed.weight_transfer.factory")):
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"this vLLM has no WeightTransferTrainerFactory, expected {MINIMUM} or later. "
                 "Publish over a bridge, and pass the manifest to vLLM's update_weights yourself."
             )
-            raise WeightBridgeUnavailableError(msg)
 
     @property
     def is_sender(self) -> bool:

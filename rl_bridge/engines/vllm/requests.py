@@ -1,16 +1,7 @@
 """Requests for vLLM's own weight-transfer backends, made from a manifest.
 
-For those who drive ``llm.update_weights`` themselves, with the backend ``ipc`` or ``nccl``:
-
-    builder = VLLMIPCWeightUpdateRequestBuilder()
-    request = builder(manifest, imported_cuda_tensors)
-    llm.init_weight_transfer_engine({"init_info": {}})
-    llm.start_weight_update()
-    llm.update_weights(request)
-    llm.finish_weight_update()
-    builder.release(manifest.update_id)
-
-These backends write into the serving model: an update that fails half-way is not undone, nothing is
+For those who drive ``llm.update_weights`` themselves, with the backend ``ipc`` or ``nccl``. These
+backends write into the serving model: an update that fails half-way is not undone, nothing is
 proven, and no request may run meanwhile. `rl_bridge.vllm.VLLMEngineAdapter` has neither limit.
 """
 
@@ -83,11 +74,10 @@ def full_buffers(names: Sequence[str], sizes: Sequence[int], limit: int) -> list
     ends, total = [], 0
     for index, size in enumerate(sizes):
         if size > limit:
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {names[index]!r} has {size} bytes, the buffer {limit}. Give it at least "
                 f"{size}."
             )
-            raise IncompatibleUpdate(msg)
         if total + size > limit:
             ends.append(index)
             total = 0
@@ -108,11 +98,10 @@ def _cut(names: Sequence[str], sizes: Sequence[int], ends: Sequence[int]) -> lis
 def cuda_handle(tensor: torch.Tensor) -> Handle:
     """The GPU's UUID, and what another process rebuilds the tensor with."""
     if not tensor.is_cuda:
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"a tensor is on {tensor.device}, expected CUDA: vLLM's ipc backend shares GPU memory. "
             "Use VLLMEngineAdapter, which installs CPU tensors."
         )
-        raise WeightBridgeUnavailableError(msg)
     # What is shared must be written: the other process knows nothing of this one's streams.
     torch.cuda.current_stream(tensor.device).synchronize()
     return str(torch.cuda.get_device_properties(tensor.device).uuid), reduce_tensor(tensor)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -216,8 +205,9 @@ class VLLMIPCWeightUpdateRequestBuilder:
         """
         first, *others = (request["update_info"] for request in requests)
         if any(_described(info) != _described(first) for info in others):
-            msg = "the requests are of different updates. Pass those of one manifest."
-            raise IncompatibleUpdate(msg)
+            raise IncompatibleUpdate(
+                "the requests are of different updates. Pass those of one manifest."
+            )
         merged: Any
         if isinstance(first["ipc_handles"], dict):
             merged = {}
@@ -238,8 +228,7 @@ class VLLMIPCWeightUpdateRequestBuilder:
         try:
             gpu, (rebuild, arguments) = self._export(tensor)
         except WeightBridgeUnavailableError as error:
-            msg = f"tensor {name!r}: {error}"
-            raise WeightBridgeUnavailableError(msg) from error
+            raise WeightBridgeUnavailableError(f"tensor {name!r}: {error}") from error
         return {gpu: (rebuild, arguments) if self._form.with_function else arguments}
 
     def _request(self, info: Request) -> Request:
@@ -398,20 +387,18 @@ def _checked(
     missing = [name for name in table.rows if name not in tensors]
     strange = [name for name in tensors if name not in table.rows]
     if missing or strange:
-        msg = (
+        raise IncompatibleUpdate(
             f"version {manifest.weight_version} has {len(table.rows)} tensors; of these "
             f"{missing[:_SHOWN]} are missing, and {strange[:_SHOWN]} are none of them. Pass what "
             "import_update returned."
         )
-        raise IncompatibleUpdate(msg)
     for name, row in table.rows.items():
         tensor = tensors[name]
         found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         expected = (table.dtypes[row], tuple(table.shapes[row]))
         if found != expected:
-            msg = (
+            raise IncompatibleUpdate(
                 f"tensor {name!r} is {found[0]}{list(found[1])}, the manifest says "
                 f"{expected[0]}{list(expected[1])}. Pass what import_update returned."
             )
-            raise IncompatibleUpdate(msg)
         yield name, tensor

@@ -66,12 +66,11 @@ class RLBridgeTrainerTransferEngine(
 
         """
         if what := _in_parts(source):
-            msg = (
+            raise ValueError(
                 f"trainer_init got {what}, expected one that gives rank 0 every tensor whole, such "
                 "as ModuleSource(model). Shards are published by "
                 "rl_bridge.groups.GroupPublisher."
             )
-            raise ValueError(msg)
         if not init_info.is_sender:
             return cls(client=client, source=source, bridge=None, rank=init_info.rank)
         options = dict(init_info.bridge_options)
@@ -160,11 +159,10 @@ def _asked(version: int, call: Callable[..., None], *given: object, **more: obje
         raise
     except Exception as error:
         name = getattr(call, "__name__", "a call")
-        msg = (
+        raise WeightUpdateRejectedError(
             f"version {version} was refused in {name}: {_told_by(error)}. The engines' log says "
             "more; mend the cause, and send the weights again."
-        )
-        raise WeightUpdateRejectedError(msg) from error
+        ) from error
 
 
 def _told_by(error: Exception) -> str:

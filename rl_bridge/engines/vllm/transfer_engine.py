@@ -76,16 +76,16 @@ class RLBridgeTransferEngine(
     def init_transfer_engine(self, init_info: Any) -> None:
         """Take the options; there is no connection to make."""
 
-        def configure() -> str:
+        def configure() -> None:
             options = RLBridgeInitInfo(**init_info)
             given = dict(vars(options))
             if options.transports is not None:
                 given["transports"] = checked_transports(options.transports)
             if self.rank.is_begun:
-                msg = "an update is installed and not finished. Call finish_weight_update first."
-                raise WeightUpdateRejectedError(msg)
+                raise WeightUpdateRejectedError(
+                    "an update is installed and not finished. Call finish_weight_update first."
+                )
             self.rank.configure({key: value for key, value in given.items() if value is not None})
-            return ""
 
         self._together(configure)
 
@@ -110,21 +110,16 @@ class RLBridgeTransferEngine(
 
     def finish_weight_update(self) -> None:
         """Acknowledge."""
-
-        def commit() -> str:
-            self.updates.commit()
-            return ""
-
-        self._together(commit)
+        self._together(self.updates.commit)
 
     def shutdown(self) -> None:
         """Let go of the trainer."""
         self.updates.close()
 
-    def _together(self, action: Callable[[], str]) -> None:
+    def _together(self, action: Callable[[], str | None]) -> None:
         """Do something on all ranks; what went wrong on any is told by the last one."""
         try:
-            problem = action()
+            problem = action() or ""
         except Exception as error:  # noqa: BLE001 - raised below, by one rank
             _LOG.warning("a call of vLLM's failed", exc_info=True)
             problem = describe(error)
@@ -138,11 +133,10 @@ class RLBridgeTransferEngine(
     @staticmethod
     def trainer_send_weights(*_args: Any, **_kwargs: Any) -> None:
         """Trainers publish over a bridge (vLLM up to 0.27.1 asks every backend for this)."""
-        msg = (
+        raise WeightBridgeUnavailableError(
             "the backend rl_bridge sends nothing. Publish over a bridge: "
             "make_weight_bridge(...).publish(model, weight_version=...)"
         )
-        raise WeightBridgeUnavailableError(msg)
 
 
 def _manifest_in(update_info: Any) -> Any:

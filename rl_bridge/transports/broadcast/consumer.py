@@ -2,31 +2,31 @@
 
 import logging
 import os
-import secrets
 import weakref
 from collections.abc import Callable
 
 from rl_bridge.errors import (
     SegmentError,
     TransferTimeout,
-    TransportUnavailable,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.control import UpdateReport
-from rl_bridge.memory.places import Place
 from rl_bridge.memory.views import Attachment
-from rl_bridge.transports.base import ConsumerEnd
-from rl_bridge.transports.broadcast.client import ControlClient
-from rl_bridge.transports.broadcast.init_info import Backend, BroadcastHandle, BroadcastInitInfo
+from rl_bridge.transports.broadcast.messages import (
+    Backend,
+    BroadcastHandle,
+    BroadcastInitInfo,
+    Join,
+)
+from rl_bridge.transports.broadcast.receiver import ControlClient
 from rl_bridge.transports.wire.arenas import Arenas, Arrivals
 from rl_bridge.transports.wire.channel import read_handle
-from rl_bridge.transports.wire.tls import TLS
+from rl_bridge.transports.wire.ends import Options, PeerConsumer
 
 _LOG = logging.getLogger(__name__)
 
 
-class BroadcastConsumer(ConsumerEnd):
+class BroadcastConsumer(PeerConsumer):
     """See `rl_bridge.transports.base.ConsumerEnd`."""
 
     def __init__(
@@ -38,28 +38,12 @@ class BroadcastConsumer(ConsumerEnd):
         make_arenas: Callable[[], Arenas],
         init_info: BroadcastInitInfo | None,
         override: bool,
-        num_threads: int | None,
-        timeout_s: float,
-        tls: TLS | None,
+        options: Options,
     ) -> None:
-        """Join the group of `init_info` at once, if given; other groups when a manifest comes.
-
-        Raises:
-            SegmentError: its publisher is gone.
-            WeightBridgeUnavailableError: it has no room, or a certificate is refused.
-            TransferTimeout: it does not answer in time.
-
-        """
-        self._worker = worker
-        self._rank = rank
-        self._reader = secrets.token_hex(16)
-        self._backend: Backend = backend
-        self._make_arenas = make_arenas
+        """Join the group of `init_info` at once, if given; other groups when a manifest comes."""
+        super().__init__(worker, rank, backend=backend, make_arenas=make_arenas, options=options)
         self._init_info = init_info
         self._override = override
-        self._num_threads = num_threads
-        self._timeout_s = timeout_s
-        self._tls = tls
         self._clients: dict[str, tuple[ControlClient, Arrivals]] = {}
         # The next version is offered before anybody here asks for it: as much of it is taken as
         # was read of the last one.
@@ -68,11 +52,6 @@ class BroadcastConsumer(ConsumerEnd):
         self._finalizer = weakref.finalize(self, _end, os.getpid(), self._clients)
         if init_info is not None:
             self._client(init_info, is_observer=False)
-
-    @property
-    def place(self) -> Place:
-        """See `ConsumerEnd`."""
-        return self._make_arenas().place
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         """Fetch a version, joining its publisher's group if need be, and lease it."""
@@ -115,35 +94,28 @@ class BroadcastConsumer(ConsumerEnd):
                     update_id,
                     table,
                     header=bytes.fromhex(offer.header),
-                    num_threads=self._num_threads,
+                    num_threads=self._options.num_threads,
                     room_nbytes=0,
                 )
             attachment = arrivals.attach(
                 update_id,
                 table,
                 generation=handle.generation,
-                num_threads=self._num_threads,
+                num_threads=self._options.num_threads,
             )
             if attachment is not None:
                 return attachment
             # It arrived, and was evicted for newer versions before it was attached.
             if is_last_try:
-                msg = (
+                raise TransferTimeout(
                     f"update {update_id}: newer versions took its place. Import the publisher's "
                     "latest manifest, or import again."
                 )
-                raise TransferTimeout(msg)
             is_last_try = True
 
     def _handle(self, manifest: WeightUpdateManifest) -> BroadcastHandle:
         handle = read_handle(BroadcastHandle, manifest)
-        if handle.group.backend != self._backend:
-            raise TransportUnavailable(
-                "broadcast",
-                f"the publisher sends over {handle.group.backend} and this side was made for "
-                f"{self._backend}",
-                "Give both sides the same backend=.",
-            )
+        handle.group.require_backend("broadcast", self._backend)
         return handle
 
     def _client(
@@ -164,14 +136,13 @@ class BroadcastConsumer(ConsumerEnd):
         client = ControlClient(
             group,
             arrivals,
-            worker=self._worker,
-            rank=self._rank,
-            reader=self._reader,
-            # A consumer that left a record keeps it when it reconnects.
-            is_observer=is_observer and (known is None or known[0].is_observer),
+            Join(
+                # A consumer that left a record keeps it when it reconnects.
+                **self._name(is_observer=is_observer and (known is None or known[0].is_observer)),
+                group_rank=self._rank + group.rank_offset,
+            ),
+            self._options,
             takes_offers=self._takes_offers,
-            timeout_s=self._timeout_s,
-            tls=self._tls,
         )
         # Only now: a manifest that leads nowhere must not end a connection that works.
         self._clients[group.publisher_id] = client, arrivals
@@ -190,12 +161,11 @@ class BroadcastConsumer(ConsumerEnd):
             if publisher_id == group.publisher_id or client.info.group_name != group.group_name:
                 continue
             if not client.is_lost and not self._override:
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"this side is in a group {group.group_name!r} already, of publisher "
                     f"{publisher_id} at {client.info.address} port {client.info.port}. Give each "
                     "group a name of its own, close the other group, or pass override=True."
                 )
-                raise WeightBridgeUnavailableError(msg)
             found.append(publisher_id)
         return found
 
@@ -206,13 +176,9 @@ class BroadcastConsumer(ConsumerEnd):
             _close(client, arrivals)
             del self._clients[publisher_id]
 
-    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
-        """Send a report to the publisher, if this side is in its group."""
-        known = self._clients.get(manifest.publisher_id)
-        if known is None:
-            _LOG.info("the publisher will not hear of %s: not in its group", report.update_id)
-        else:
-            known[0].report(report)
+    def _client_of(self, publisher_id: str) -> ControlClient | None:
+        known = self._clients.get(publisher_id)
+        return None if known is None else known[0]
 
     def settle(self) -> None:
         """Release versions that were imported, and connections to publishers that are gone."""

@@ -27,7 +27,7 @@ import torch
 from torch._C._distributed_c10d import Store  # what torch.distributed shows without exporting it
 
 from rl_bridge.errors import DeadlineExceeded, SegmentError
-from rl_bridge.transports.broadcast.init_info import Backend
+from rl_bridge.transports.broadcast.messages import Backend
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,13 +73,7 @@ class GroupStore(Store):
         self._send(key, data)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value.
-
-        Raises:
-            DeadlineExceeded: it did not come in time.
-            SegmentError: a member is gone.
-
-        """
+        """Wait for a value."""
         self.wait([key])
         return self._values[key]
 
@@ -103,11 +97,10 @@ class GroupStore(Store):
         if self._failure is not None:
             raise SegmentError(f"the group did not come about: {self._failure}. Try again.")
         if not in_time:
-            msg = (
+            raise DeadlineExceeded(
                 f"a member of the group did not come within {left} s. Check that every engine can "
                 "reach the publisher's address, or raise timeout_s."
             )
-            raise DeadlineExceeded(msg)
 
     def check(self, keys: list[str]) -> bool:
         """Whether values are there."""
@@ -122,7 +115,7 @@ class GroupStore(Store):
 
 
 class Group:
-    """One process group. Used by one thread at a time.
+    """One process group. Used by one thread at a time; its calls raise RuntimeError if they fail.
 
     Attributes:
         why_aborted: says why the transfer cannot succeed any longer; None while it can.
@@ -163,12 +156,7 @@ class Group:
             self._group = _made_in_thread(make, why_aborted, timeout_s=_PHASES * timeout_s)
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Begin to send (rank 0) or receive one contiguous tensor.
-
-        Raises:
-            RuntimeError: the group is broken.
-
-        """
+        """Begin to send (rank 0) or receive one contiguous tensor."""
         # The backend would send other bytes of a strided tensor, and raise nothing.
         assert tensor.is_contiguous(), "only contiguous memory is ever sent"
         options = torch._C._distributed_c10d.BroadcastOptions()  # noqa: SLF001 - torch has no public name for it
@@ -181,12 +169,7 @@ class Group:
         return work
 
     def finish(self, work: Any) -> None:
-        """Wait for the end of a `broadcast`.
-
-        Raises:
-            RuntimeError: it failed, was aborted, or did not end in time.
-
-        """
+        """Wait for the end of a `broadcast`."""
         until = time.monotonic() + self._timeout_s
         while not self._has_ended(work):
             reason = self.why_aborted()

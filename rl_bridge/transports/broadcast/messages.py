@@ -1,16 +1,18 @@
-"""The messages between publisher and receivers of a broadcast, besides the common kinds.
+"""What publisher and receivers of a broadcast tell each other: init info, handle, and messages.
 
 The length of a message is bounded before it is read.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, StrictInt, StrictStr
+from pydantic import Field, StrictInt, StrictStr, ValidationError
 
-from rl_bridge.transports.broadcast.init_info import MAGIC
+from rl_bridge.errors import MalformedManifest
 from rl_bridge.transports.wire.channel import (
     Count,
+    Endpoint,
     Gone,
+    Handle,
     Message,
     PeerJoin,
     PeerProtocol,
@@ -18,6 +20,90 @@ from rl_bridge.transports.wire.channel import (
     Text,
     UpdateId,
 )
+
+# ---- how a receiver gets there: init info and handle ---------------------------------------------
+
+Backend = Literal["gloo", "nccl"]
+BACKENDS: tuple[Backend, ...] = ("gloo", "nccl")
+
+_MAX_TEXT = 8192
+
+STEPS_IN_TIME = 3
+"""Each wait for a slice or for an answer takes at most this part of ``timeout_s``.
+
+So an import that waits for all of ``timeout_s`` sees a transfer break off, the answers of the
+members that are left, and the next transfer, before its own deadline.
+"""
+
+
+class BroadcastInitInfo(Endpoint):
+    """The address of a publisher's group, and the token that lets a receiver in.
+
+    Anybody who has it can read the weights: keep it as safe as the manifests, which carry it too.
+
+    Attributes:
+        address: see `Endpoint`, as for the other fields that are not listed here.
+        token: the shared secret, 64 hexadecimal digits; it never travels itself.
+        group_name: the group's name.
+        world_size: how many members, the trainer and all engine ranks; 0: they come and go.
+        rank_offset: added to an engine's own rank gives its place in the group.
+
+    """
+
+    token: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")]
+    group_name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+    backend: Backend
+    world_size: Annotated[StrictInt, Field(ge=0, lt=2**20)] = 0
+    rank_offset: Annotated[StrictInt, Field(ge=1, lt=2**20)] = 1
+
+    @property
+    def identity(self) -> str:
+        """The name in both sides' proofs."""
+        return f"{self.publisher_id} {self.group_name}"
+
+    def to_json(self) -> str:
+        """Write it as JSON text."""
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read the text that `to_json` wrote.
+
+        Raises:
+            MalformedManifest: it is something else.
+
+        """
+        if not isinstance(text, str) or len(text) > _MAX_TEXT:
+            raise MalformedManifest(
+                f"the init info is a {type(text).__name__} of unexpected size, expected JSON text "
+                f"of at most {_MAX_TEXT} characters. Send what to_json wrote."
+            )
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise MalformedManifest(
+                f"the init info's field {where or '(all of it)'}: {first['msg']}. Send what "
+                "to_json wrote."
+            ) from error
+
+
+TorchDistributedWeightSyncInitInfo = BroadcastInitInfo
+"""The same class, under the name that transfer strategies use."""
+
+
+class BroadcastHandle(Handle):
+    """The JSON handle of a manifest: the group, and which write of its slot the version is."""
+
+    group: BroadcastInitInfo
+    generation: Annotated[StrictInt, Field(ge=1, lt=2**63)]
+
+    @property
+    def publisher_id(self) -> str:
+        """The publisher that it leads to."""
+        return self.group.publisher_id
+
 
 # ---- either way ---------------------------------------------------------------------------------
 
@@ -132,7 +218,7 @@ FromReceiver = Want | Ready | Declined | Arrived | Failed | StoreValue
 FromPublisher = Welcome | Refused | Offer | Go | CalledOff | Gone | Released | StoreValue
 
 PROTOCOL = PeerProtocol(
-    magic=MAGIC,
+    magic=b"rlbcast1",
     join=Join,
     welcome=Welcome,
     from_receiver=(Want, Ready, Declined, Arrived, Failed, StoreValue),

@@ -1,38 +1,62 @@
-"""The publisher's second thread: decides what to send next and to whom, and sends it.
+"""The trainer's end, and its two threads: one talks to receivers, one sends versions to them.
 
-The newest version is sent at once to every receiver that follows; older versions are sent to the
-receivers that ask for them. Before a transfer each receiver says that it is ready, so that no group
-begins with a receiver that is dead or hangs. If a transfer breaks off all the same, its group is
-given up, the receivers that are gone are left out, and the others get the version in a new group.
-They keep their processes, and the versions that they hold.
+The control server notes messages of members, and the sender acts on them: it decides what to send
+next and to whom. The newest version is sent at once to every receiver that follows; older versions
+are sent to the receivers that ask for them. Before a transfer each receiver says that it is ready,
+so that no group begins with a receiver that is dead or hangs. If a transfer breaks off all the
+same, its group is given up, the receivers that are gone are left out, and the others get the
+version in a new group. They keep their processes, and the versions that they hold.
 """
 
 import itertools
 import logging
 import os
+import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from rl_bridge.errors import SegmentError
-from rl_bridge.memory.slots import Slot
-from rl_bridge.transports.broadcast.group import BrokenGroups, Group, said, send_slices
+import torch
+
+from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
+from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.transports.broadcast.group import BrokenGroups, Group, GroupStore, said, send_slices
 from rl_bridge.transports.broadcast.messages import (
+    PROTOCOL,
+    STEPS_IN_TIME,
     Arrived,
+    Backend,
+    BroadcastHandle,
+    BroadcastInitInfo,
     CalledOff,
     Declined,
     Failed,
+    FromReceiver,
     Go,
+    Join,
     Offer,
     Ready,
     Released,
+    StoreValue,
     Want,
+    Welcome,
 )
-from rl_bridge.transports.broadcast.server import ControlServer, Member
 from rl_bridge.transports.wire.arenas import Arenas
-from rl_bridge.transports.wire.channel import Gone, Message
+from rl_bridge.transports.wire.channel import (
+    Channel,
+    Gone,
+    Handle,
+    Message,
+    Refused,
+    keep_newest,
+)
+from rl_bridge.transports.wire.ends import Options, PeerPublisher, Sealed, sealed_in
+from rl_bridge.transports.wire.server import Peer, PeerServer
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,6 +71,169 @@ _GRACE_S = 5.0
 _MAX_WAITS = 4
 _ANSWERS = (Ready, Declined)
 _ENDS = (Arrived, Failed)
+_MAX_ANSWERS = 16
+
+
+# ---- members, and the server that talks to them --------------------------------------------------
+
+
+class Member(Peer):
+    """One receiver."""
+
+    def __init__(self, channel: Channel, join: Join) -> None:
+        """Start with the peer's own description of itself."""
+        super().__init__(channel, join)
+        self.group_rank = join.group_rank
+        self.has: set[str] = set()
+        self.wants: OrderedDict[str, tuple[Want, int]] = OrderedDict()
+        """What it asked for, with the last transfer that had ended at it by then."""
+        self.answers: OrderedDict[int, Message] = OrderedDict()
+        self.last_ended = 0
+        self.num_failures = 0
+
+    def note_sent(self, update_id: str, transfer: int) -> None:
+        """Note that a transfer has been made; a `Want` that came after its end asks for another."""
+        self.has.add(update_id)
+        if update_id in self.wants and self.wants[update_id][1] < transfer:
+            del self.wants[update_id]
+
+
+class ControlServer(PeerServer[Member, Join]):
+    """The server; the sender's thread acts on what members say.
+
+    Attributes:
+        info: where it listens.
+
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        info: BroadcastInitInfo,
+        options: Options,
+    ) -> None:
+        """Serve at `listener`, and close it at the end."""
+        self.info = info
+        self._stores: dict[int, tuple[GroupStore, tuple[Member, ...]]] = {}
+        super().__init__(
+            listener,
+            f"broadcast group {info.group_name}",
+            PROTOCOL,
+            token=bytes.fromhex(info.token),
+            identity=info.identity,
+            timeout_s=options.timeout_s,
+            max_members=options.max_consumers,
+            tls=options.tls,
+        )
+
+    # ---- calls from the sender ------------------------------------------------------------------
+
+    def send(self, members: Iterable[Member], message: Message) -> None:
+        """Send a message to members; the thread notices those that are gone meanwhile."""
+        for member in members:
+            member.channel.send(message)
+        self._wake.poke()
+
+    def drop(self, member: Member, reason: str) -> None:
+        """End a member's connection."""
+        with self.changed:
+            if not member.is_gone:
+                _LOG.warning("%s: %s %s", self.name, member.name, reason)
+                member.channel.send(Refused(reason=reason[:2000]))
+                self.lose(member)
+
+    def open_store(self, group: int, members: tuple[Member, ...]) -> GroupStore:
+        """Make the rendezvous of a group; this server passes members' values on to each other."""
+
+        def send(key: str, value: bytes) -> None:
+            self.send(members, StoreValue(group=group, key=key, value=value.hex()))
+
+        store = GroupStore(send, timeout_s=self._timeout_s)
+        with self.changed:
+            self._stores[group] = store, members
+            for member in members:
+                if member.is_gone:
+                    store.fail(f"{member.name} is gone")
+        return store
+
+    def close_store(self, group: int) -> None:
+        """Forget a rendezvous."""
+        with self.changed:
+            self._stores.pop(group, None)
+
+    # ---- the thread -----------------------------------------------------------------------------
+
+    def join(self, channel: Channel, join: Join) -> None:
+        """See `PeerServer`."""
+        if not self.has_room(channel):
+            return
+        try:
+            if not join.is_observer:
+                self._check_place(join.group_rank)
+        except WeightBridgeUnavailableError as error:
+            self.refuse(channel, error)
+            return
+        self.admit(Member(channel, join), Welcome())
+
+    def _check_place(self, rank: int) -> None:
+        size = self.info.world_size
+        if not size:
+            return
+        if not 0 < rank < size:
+            raise WeightBridgeUnavailableError(
+                f"rank {rank} is not in the group {self.info.group_name!r} of world_size={size}. "
+                f"Set rank_offset and source_rank so that engines take 1 to {size - 1}."
+            )
+        twins = [m for m in self.members if m.group_rank == rank and not m.is_observer]
+        if twins:
+            raise WeightBridgeUnavailableError(
+                f"rank {rank} of the group {self.info.group_name!r} is taken by {twins[0].name}. "
+                "Give each engine a rank of its own, or close the engine that has this rank."
+            )
+
+    def follow(self, member: Member, join: Join) -> None:
+        """Make an observer a full member, if there is a place for it."""
+        if join.is_observer or not member.is_observer:
+            return
+        try:
+            self._check_place(member.group_rank)
+        except WeightBridgeUnavailableError as error:
+            self.drop(member, str(error))
+        else:
+            member.is_observer = False
+
+    def handle(self, member: Member, message: FromReceiver) -> None:
+        """See `PeerServer`."""
+        match message:
+            case StoreValue():
+                self._pass_on(member, message)
+            case Want(update_id=update_id):
+                member.wants[update_id] = message, member.last_ended
+                keep_newest(member.wants, _MAX_ANSWERS)
+            case Ready() | Declined() | Arrived() | Failed():
+                if not isinstance(message, Ready):
+                    member.last_ended = message.transfer
+                member.answers[message.transfer] = message
+                member.answers.move_to_end(message.transfer)
+                keep_newest(member.answers, _MAX_ANSWERS)
+        self.changed.notify_all()
+
+    def _pass_on(self, member: Member, message: StoreValue) -> None:
+        store, members = self._stores.get(message.group, (None, ()))
+        if store is not None and member in members:
+            store.learn(message.key, bytes.fromhex(message.value))
+            for other in members:
+                if other is not member:
+                    other.channel.send(message)
+
+    def let_go(self, member: Member) -> None:
+        """See `PeerServer`."""
+        for store, members in self._stores.values():
+            if member in members:
+                store.fail(f"{member.name} is gone")
+
+
+# ---- what is sent, and to whom -------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -250,8 +437,7 @@ class Sender:
         with self._server.changed:
             offered = self._schedule.find(update_id)
             if offered is None:
-                msg = f"update {update_id} is gone: it was released. Publish again."
-                raise SegmentError(msg)
+                raise SegmentError(f"update {update_id} is gone: it was released. Publish again.")
             self._schedule.announce(offered, header)
             self._server.changed.notify_all()
 
@@ -518,3 +704,98 @@ class Sender:
             offered.num_broken_groups -= 1
             if offered.is_released and self._sending is not offered:
                 self._free_slot(offered)
+
+
+# ---- the publisher's end ------------------------------------------------------------------------
+
+
+def group_info(
+    listener: socket.socket,
+    publisher_id: str,
+    *,
+    group_name: str | None,
+    backend: Backend,
+    world_size: int,
+    has_tls: bool,
+) -> BroadcastInitInfo:
+    """Describe a new group to its receivers."""
+    address, port = listener.getsockname()[:2]
+    return BroadcastInitInfo(
+        address=address,
+        port=port,
+        token=secrets.token_hex(32),
+        publisher_id=publisher_id,
+        group_name=f"rl_bridge-{publisher_id[:12]}" if group_name is None else group_name,
+        backend=backend,
+        world_size=world_size,
+        has_tls=has_tls,
+    )
+
+
+class BroadcastPublisher(PeerPublisher):
+    """See `rl_bridge.transports.base.PublisherEnd`."""
+
+    def __init__(
+        self, listener: socket.socket, info: BroadcastInitInfo, arenas: Arenas, options: Options
+    ) -> None:
+        """Serve receivers from now on."""
+        self.info = info
+        self._options = options
+
+        def receivers_of(update_id: str) -> list[str]:
+            return sender.receivers_of(update_id)
+
+        self._ring = ring = SlotRing(
+            arenas.slot_maker(f"rlb-{info.publisher_id[:12]}"),
+            limit=options.max_slots,
+            name_holders=receivers_of,
+        )
+        server = ControlServer(listener, info, options)
+        self._sender = sender = Sender(
+            server,
+            arenas,
+            timeout_s=options.timeout_s / STEPS_IN_TIME,
+            free=ring.release,
+            at_end=partial(_close_slots, server, ring, arenas),
+        )
+        super().__init__(server, ring, arenas.place, _end, server, sender, options.timeout_s)
+
+    def _seal(
+        self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str
+    ) -> tuple[Sealed, Handle]:
+        sealed = sealed_in(
+            self._ring,
+            plan,
+            tensors,
+            update_id,
+            lock=self._server.changed,
+            num_threads=self._options.num_threads,
+        )
+        nbytes, layout = plan.table.arena_nbytes, plan.table.digest
+        self._sender.prepare(Offered(update_id, sealed.slot, sealed.generation, nbytes, layout))
+        return sealed, BroadcastHandle(group=self.info, generation=sealed.generation)
+
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        """Leave the version to the sender, which sends the header's digest ahead of the bytes."""
+        self._sender.announce(update_id, digest.hex())
+
+    def _slot_of(self, update_id: str) -> Slot | None:
+        offered = self._sender.find(update_id)
+        return None if offered is None else offered.slot
+
+    def release(self, update_id: str) -> None:
+        """Let its slot be written again, once no transfer reads it."""
+        self._sender.release(update_id)
+
+
+def _close_slots(server: ControlServer, ring: SlotRing, arenas: Arenas) -> None:
+    with server.changed:
+        ring.close()
+    arenas.close()
+
+
+def _end(server: ControlServer, sender: Sender, timeout_s: float) -> None:
+    # Hang up first: receivers in the middle of a transfer then end their side of it.
+    sender.stop()
+    server.close()
+    sender.close(timeout_s=timeout_s)

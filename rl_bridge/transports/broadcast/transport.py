@@ -12,18 +12,17 @@ from typing import ClassVar
 import torch
 
 from rl_bridge.errors import MalformedManifest, TransportUnavailable
-from rl_bridge.memory.passes import checked_count, checked_threads
+from rl_bridge.memory.passes import checked_count
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
     PublisherEnd,
     Transport,
-    checked_seconds,
 )
-from rl_bridge.transports.broadcast.init_info import BACKENDS, Backend, BroadcastInitInfo
+from rl_bridge.transports.broadcast.messages import BACKENDS, Backend, BroadcastInitInfo
 from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
-from rl_bridge.transports.wire.channel import checked_address, checked_port
-from rl_bridge.transports.wire.tls import TLSFiles, load_tls
+from rl_bridge.transports.wire.ends import Options
+from rl_bridge.transports.wire.tls import TLSFiles
 
 _REMEDIES = {
     "gloo": "Use shared-memory on one machine, or a build of torch with Gloo.",
@@ -89,7 +88,7 @@ class Broadcast(Transport):
             device: number of the GPU for ``nccl``; None takes torch's current one.
             max_slots: most versions held in the publisher's memory at a time.
             max_consumers: most receivers at a time; Gloo's rendezvous is meant for 2,000 at most.
-            num_threads: threads that copy and digest; None takes the usable cores.
+            num_threads: threads that copy and digest; None takes the usable cores, at most 8.
             timeout_s: longest that an import waits while nothing of its update arrives. Each single
                 wait for a peer, for an answer or for a slice, takes at most a third.
             tls: certificate, key and authority of this side, also as a mapping: control connections
@@ -106,8 +105,15 @@ class Broadcast(Transport):
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}: expected one of: {', '.join(BACKENDS)}.")
         self._backend: Backend = backend
-        self._address = checked_address(address)
-        self._port = checked_port(port)
+        self._options = Options(
+            address=address,
+            port=port,
+            max_slots=max_slots,
+            max_consumers=max_consumers,
+            num_threads=num_threads,
+            timeout_s=timeout_s,
+            tls=tls,
+        )
         if group_name is not None and not isinstance(group_name, str):
             raise TypeError(f"group_name={group_name!r}: expected a name such as 'weights'.")
         self._group_name = group_name
@@ -117,11 +123,6 @@ class Broadcast(Transport):
         self._init_info = _checked_info(init_info)
         self._override = bool(override)
         self._device = device
-        self._max_slots = checked_count("max_slots", max_slots)
-        self._max_consumers = checked_count("max_consumers", max_consumers)
-        self._num_threads = checked_threads(num_threads)
-        self._timeout_s = checked_seconds("timeout_s", timeout_s)
-        self._tls = load_tls(tls)
         self._last_info: BroadcastInitInfo | None = None
 
     @classmethod
@@ -147,8 +148,9 @@ class Broadcast(Transport):
 
         """
         if self._last_info is None:
-            msg = "no publisher's end is open, so there is no group to join. Open it first."
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                "no publisher's end is open, so there is no group to join. Open it first."
+            )
         return self._last_info.model_copy(
             update={"rank_offset": checked_count("rank_offset", rank_offset)}
         )
@@ -156,11 +158,11 @@ class Broadcast(Transport):
     def publisher_end(self, publisher_id: str) -> PublisherEnd:
         """Open the trainer's end."""
         self._require_backend()
-        from rl_bridge.transports.broadcast.publisher import BroadcastPublisher, group_info
-        from rl_bridge.transports.wire.acceptor import listen
+        from rl_bridge.transports.broadcast.sender import BroadcastPublisher, group_info
+        from rl_bridge.transports.wire.server import listen
 
         arenas = self._arenas()
-        listener = listen(self.name, self._address, self._port)
+        listener = listen(self.name, self._options.address, self._options.port)
         try:
             info = group_info(
                 listener,
@@ -168,18 +170,9 @@ class Broadcast(Transport):
                 group_name=self._group_name,
                 backend=self._backend,
                 world_size=self._world_size,
-                has_tls=self._tls is not None,
+                has_tls=self._options.tls is not None,
             )
-            end = BroadcastPublisher(
-                listener,
-                info,
-                arenas,
-                max_slots=self._max_slots,
-                max_consumers=self._max_consumers,
-                num_threads=self._num_threads,
-                timeout_s=self._timeout_s,
-                tls=self._tls,
-            )
+            end = BroadcastPublisher(listener, info, arenas, self._options)
         except BaseException:
             listener.close()
             raise
@@ -198,9 +191,7 @@ class Broadcast(Transport):
             make_arenas=self._arenas,
             init_info=self._init_info,
             override=self._override,
-            num_threads=self._num_threads,
-            timeout_s=self._timeout_s,
-            tls=self._tls,
+            options=self._options,
         )
 
     def _require_backend(self) -> None:
@@ -223,9 +214,8 @@ def _checked_info(given: object) -> BroadcastInitInfo | None:
     if isinstance(given, str):
         return BroadcastInitInfo.from_json(given)
     if not isinstance(given, Mapping):
-        msg = (
+        raise MalformedManifest(
             f"init_info is a {type(given).__name__}, expected a BroadcastInitInfo or its JSON "
             "text. Pass what the publisher's init_info gave."
         )
-        raise MalformedManifest(msg)
     return BroadcastInitInfo.from_json(json.dumps(dict(given), default=str))

@@ -22,7 +22,6 @@ its own name into that file, and looks for it there before it writes a marker or
 """
 
 import errno
-import logging
 import os
 import re
 import shutil
@@ -68,8 +67,6 @@ from rl_bridge.transports.files.store import (
     is_version,
     rank_of,
 )
-
-_LOG = logging.getLogger(__name__)
 
 _MAX_IOVECS = 1024
 _STALE_TRIES = 3
@@ -122,12 +119,7 @@ class DirectoryStore(VersionStore):
         raise self.not_found(update_id)
 
     def names(self) -> list[str]:
-        """Names of all versions, whatever their markers say.
-
-        Raises:
-            WeightBridgeUnavailableError: the directory cannot be read.
-
-        """
+        """Names of all versions, whatever their markers say."""
         try:
             return [path.name for path in self.root.iterdir() if is_version(path.name)]
         except OSError as error:
@@ -141,7 +133,7 @@ class DirectoryStore(VersionStore):
         """See `VersionStore.files`."""
         folder = self.root / name
         try:
-            found = [(path.name, path.lstat()) for path in sorted(folder.iterdir())]
+            found = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
         except OSError as error:
             raise _unreadable(folder, error) from error
         return {file: facts.st_size for file, facts in found if stat.S_ISREG(facts.st_mode)}
@@ -153,16 +145,6 @@ class DirectoryStore(VersionStore):
             return path.read_bytes()
         except OSError as error:
             raise _unreadable(path, error) from error
-
-    def require_size(self, name: str, file: str, nbytes: int) -> None:
-        """See `VersionStore.require_size`."""
-        path = self.root / name / file
-        try:
-            found = path.stat().st_size
-        except OSError as error:
-            raise _unreadable(path, error) from error
-        if found != nbytes:
-            raise self.wrong_size(name, file, found, nbytes)
 
     def read(self, name: str, file: str, nbytes: int, pieces: Sequence[tuple[int, Any]]) -> None:
         """See `VersionStore.read`."""
@@ -210,15 +192,14 @@ class DirectoryStore(VersionStore):
                     sync_folder(folder)
             except OSError as error:
                 said = "kept" if is_kept else "let go"
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"{name} in {self} cannot be {said}: {error.strerror}. Use an account that may "
                     "write there."
-                )
-                raise WeightBridgeUnavailableError(msg) from error
+                ) from error
 
     def is_kept(self, name: str) -> bool:
         """See `VersionStore.is_kept`."""
-        return _is_kept(self.root / name)
+        return not _is_absent(self.root / name / KEPT)
 
     def is_leased(self, name: str) -> bool:
         """See `VersionStore.is_leased`."""
@@ -239,7 +220,7 @@ class DirectoryStore(VersionStore):
         try:
             for path in sorted(self.root.iterdir()):
                 rank = rank_of(path.name)
-                if rank is not None and _is_unmarked(path):
+                if rank is not None and _is_absent(path / MARKER):
                     found[path.name] = rank
                 elif begun := _BEGUN.match(path.name):
                     found[path.name] = int(begun[1])
@@ -266,11 +247,10 @@ class DirectoryStore(VersionStore):
             except OSError as error:
                 raise _unusable(self.root, error) from error
             if not is_free:
-                msg = (
+                raise WeightBridgeUnavailableError(
                     f"{self} has a publisher of rank {rank}, which removes older versions itself. "
                     "Let it, or close that bridge first."
                 )
-                raise WeightBridgeUnavailableError(msg)
             yield True
         finally:
             held.dispose()
@@ -317,10 +297,7 @@ def _unusable(root: Path, error: OSError) -> WeightBridgeUnavailableError:
 def _read_marker(folder: Path) -> Marker | None:
     """A version's marker; None if it has none, or what is there is none."""
     text = _marker_text(folder)
-    try:
-        return None if text is None else Marker.model_validate_json(text)
-    except ValidationError:
-        return None
+    return None if text is None else Marker.parsed(text)
 
 
 def _marker_text(folder: Path, *, num_tries: int = _STALE_TRIES) -> bytes | None:
@@ -371,7 +348,6 @@ class _Writer(VersionWriter):
         self._held = Holding(self)
         self._path = path = store.root / f".writer-{rank}"
         self._token = uuid.uuid4().hex.encode()
-        self._has_token = False  # in the file
         self._last = 0  # the sequence number of the version that was written last
         # Sequence numbers of versions by their names: of those that this writer wrote, or read.
         self._known: dict[str, int] = {}
@@ -380,18 +356,19 @@ class _Writer(VersionWriter):
             fd = self._held.open(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             is_free = lock(fd)
             if is_free and fenced:
-                self._write_token()
+                os.pwrite(fd, self._token, 0)
+                os.ftruncate(fd, len(self._token))
+                os.fsync(fd)
         except OSError as error:
             self._held.dispose()
             raise _unusable(store.root, error) from error
         if not is_free:
             self._held.dispose()
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"{store} has a publisher of rank {rank} already, expected one. Close that bridge, "
                 "or end the trainer that comes back, or give this one a directory of its own; or "
                 "open all of them with fenced=False."
             )
-            raise WeightBridgeUnavailableError(msg)
 
     def write(self, name: str, files: Iterable[FileContent], marker: Marker) -> Lease:
         root = self._store.root
@@ -427,87 +404,26 @@ class _Writer(VersionWriter):
             WeightBridgeUnavailableError: the marker of one that may be the last cannot be read.
 
         """
-        unread: list[tuple[str, WeightBridgeUnavailableError]] = []
-        names = [one for one in self._store.names() if rank_of(one) == self._rank]
-        for name in names:
-            if name not in self._known:
-                try:
-                    marker = _read_marker(self._store.root / name)
-                except WeightBridgeUnavailableError as error:
-                    unread.append((name, error))
-                else:
-                    if marker is not None:
-                        self._known[name] = marker.sequence
-        for name, failure in unread:
-            if not self._is_before_another(name, names):
-                raise failure
+        for name in self._store.names():
+            if rank_of(name) == self._rank and name not in self._known:
+                marker = _read_marker(self._store.root / name)
+                if marker is not None:
+                    self._known[name] = marker.sequence
         return max([self._last, *self._known.values()]) + 1
-
-    def _is_before_another(self, name: str, names: Iterable[str]) -> bool:
-        """Whether a version was surely written before one whose sequence number is known.
-
-        Its number alone does not tell: a trainer may begin anew at an earlier step. So its file for
-        locks must be older, too, which is made first and never written again. Where several publish
-        side by side, none of it tells.
-        """
-        if not self._is_fenced:
-            return False
-        try:
-            made = (self._store.root / name / LOCK).stat().st_mtime_ns
-            return any(
-                name < other and made < (self._store.root / other / LOCK).stat().st_mtime_ns
-                for other in names
-                if other in self._known
-            )
-        except OSError:
-            return False
 
     def add(self, name: str, file: str, content: bytes) -> None:
         replace_durably(self._store.root / name, file, content)
 
-    def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
+    def seal_anew(self, name: str, lease: Lease, marker: Marker) -> None:
         self._require_place()
         replace_durably(self._store.root / name, MARKER, marker.to_json())
         lease.marker = marker
-        return lease
-
-    def _write_token(self) -> None:
-        """Write this publisher's name into its file, if the disk has room for it.
-
-        It goes on without: a full disk is emptied by the trainer that starts, which removes older
-        versions. The name is written as soon as there is room.
-        """
-        fd = self._held.fd
-        try:
-            os.pwrite(fd, self._token, 0)
-            os.ftruncate(fd, len(self._token))
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-                raise
-            with suppress(OSError):  # so that the name of an earlier publisher holds no more
-                os.ftruncate(fd, 0)
-            _LOG.warning(
-                "%s cannot be written (%s): until there is room, an earlier trainer is told from "
-                "this one by its lock alone. Free space there.",
-                self._path,
-                error.strerror,
-            )
-        else:
-            self._has_token = True
-
-    def _has_place(self) -> bool:
-        if not self._has_token:
-            if not os.path.samestat(os.fstat(self._held.fd), self._path.stat()):
-                return False
-            self._write_token()
-        return not self._has_token or self._path.read_bytes() == self._token
 
     def is_superseded(self) -> bool:
         if not self._is_fenced:
             return False
         try:
-            return not self._has_place()
+            return self._path.read_bytes() != self._token
         except FileNotFoundError:  # then a later publisher may come at any time
             return True
         except OSError as error:
@@ -548,11 +464,10 @@ class _VersionLock(Lease):
             is_free = leases.try_shared(fd)
         except OSError as error:
             self.close()
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"{path} cannot be locked: {error.strerror}. Name a directory on a file system "
                 "that has locks, such as NFS with its lock manager."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
         if not is_free:
             self.close()
             raise _gone(folder, "it is being removed")
@@ -570,14 +485,13 @@ def _leased_marker(folder: Path) -> Marker:
     text = _marker_text(folder)
     if text is None:
         raise _gone(folder, f"it has no {MARKER}")
-    try:
-        return Marker.model_validate_json(text)
-    except ValidationError as error:
-        msg = (
-            f"{folder / MARKER} is no marker ({error.error_count()} errors), or not all of it is "
-            "visible here yet. Take another version."
+    marker = Marker.parsed(text)
+    if marker is None:
+        raise VersionNotFound(
+            f"{folder / MARKER} is no marker, or not all of it is visible here yet. Take another "
+            "version."
         )
-        raise VersionNotFound(msg) from error
+    return marker
 
 
 def _gone(folder: Path, cause: str) -> VersionNotFound:
@@ -604,8 +518,7 @@ def _read_all(fd: int, path: Path, begin: int, views: list[Any]) -> None:
     while left:
         count = os.preadv(fd, left, begin)
         if not count:
-            msg = f"{path} was cut while it was read. Import another version."
-            raise VersionNotFound(msg)
+            raise VersionNotFound(f"{path} was cut while it was read. Import another version.")
         begin += count
         while left and count >= len(left[0]):
             count -= len(left.pop(0))
@@ -645,26 +558,15 @@ class _Record(RecordFile):
 # ---- removing ------------------------------------------------------------------------------------
 
 
-def _is_unmarked(folder: Path) -> bool:
-    """Whether a directory has no marker, for certain: a marker that cannot be read is one."""
+def _is_absent(path: Path) -> bool:
+    """Whether a file is not there, for certain: one that cannot be looked at is."""
     try:
-        (folder / MARKER).lstat()
-    except FileNotFoundError:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
         return False
     return False
-
-
-def _is_kept(folder: Path) -> bool:
-    """Whether a version is to stay; what cannot be asked is."""
-    try:
-        (folder / KEPT).lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _remove(folder: Path) -> bool:
@@ -675,9 +577,9 @@ def _remove(folder: Path) -> bool:
             fd = held.open(os.open, folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             if not leases.try_exclusive(fd):
                 return False
-        if _is_kept(folder):
+        if not _is_absent(folder / KEPT):
             return False
-        if not _is_unmarked(folder):
+        if not _is_absent(folder / MARKER):
             take_back_of(folder.parent, folder.name)
             (folder / MARKER).unlink(missing_ok=True)
             sync_folder(folder)

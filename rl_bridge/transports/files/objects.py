@@ -36,6 +36,7 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ from pydantic import ValidationError
 
 from rl_bridge.errors import VersionNotFound, WeightBridgeUnavailableError
 from rl_bridge.memory.control import Record
+from rl_bridge.processes import in_forked_children
 from rl_bridge.transports.base import checked_seconds
 from rl_bridge.transports.files.store import (
     KEPT,
@@ -111,11 +113,10 @@ class ObjectStore(VersionStore):
                 url, use_listings_cache=False, skip_instance_cache=True, **storage_options
             )
         except ImportError as error:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"url={url!r} is read by a package that is missing here: {error}. Install "
                 "rl_bridge[files], and the package of fsspec for this kind of url, such as s3fs."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"url={url!r}, storage_options={dict(storage_options)!r}: {error}. Name a "
@@ -129,7 +130,7 @@ class ObjectStore(VersionStore):
         self._known: dict[str, tuple[_Stamp, bytes]] = {}
         self._has_timeouts = isinstance(self._fs, AsyncFileSystem)
         self._seen = _Counters(lease_s)
-        self._keeper = _Keeper(lease_s / _BEATS)
+        self.keeper = _Keeper(lease_s / _BEATS)  # in time for what lives `lease_s`
         # A request that hangs must not cost other leases their time.
         self.beat_timeout_s = min(request_timeout_s, lease_s / _BEATS)
 
@@ -159,24 +160,18 @@ class ObjectStore(VersionStore):
         except Exception as error:
             # File systems raise errors of their own packages, which have no base in common.
             said = str(error) or type(error).__name__
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"{self._url}: {method} of {arguments[0]} failed: {type(error).__name__}: {said}. "
                 "See to the network, the credentials and the rights there, or raise "
                 "request_timeout_s, then try again."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
 
     def path(self, *parts: str) -> str:
         """Path of an object, for `call`."""
         return "/".join([self._root, *parts])
 
     def listed(self, *parts: str) -> list[str]:
-        """Last parts of the names below a prefix.
-
-        Raises:
-            WeightBridgeUnavailableError: the store cannot be read.
-
-        """
+        """Last parts of the names below a prefix."""
         try:
             found = self.call("ls", self.path(*parts), detail=False)
         except FileNotFoundError:
@@ -184,12 +179,7 @@ class ObjectStore(VersionStore):
         return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
 
     def objects(self, *parts: str) -> dict[str, Mapping[str, Any]]:
-        """Name of each object right below a prefix, and what the listing says of it.
-
-        Raises:
-            WeightBridgeUnavailableError: the store cannot be read.
-
-        """
+        """Name of each object right below a prefix, and what the listing says of it."""
         prefix = self.path(*parts)
         try:
             found = self.call("ls", prefix, detail=True)
@@ -203,12 +193,7 @@ class ObjectStore(VersionStore):
         }
 
     def contents(self, *parts: str) -> dict[str, bytes]:
-        """Name and content of all objects below a prefix, but for what goes meanwhile.
-
-        Raises:
-            WeightBridgeUnavailableError: the store cannot be read.
-
-        """
+        """Name and content of all objects below a prefix, but for what goes meanwhile."""
         return self._fetched(parts, self.objects(*parts))
 
     def _fetched(
@@ -225,8 +210,9 @@ class ObjectStore(VersionStore):
             if isinstance(text, FileNotFoundError):
                 continue
             if not isinstance(text, bytes):
-                msg = f"{name} in {self} cannot be read: {text}. See to the network, try again."
-                raise WeightBridgeUnavailableError(msg) from text
+                raise WeightBridgeUnavailableError(
+                    f"{name} in {self} cannot be read: {text}. See to the network, try again."
+                ) from text
             texts[name] = text
         return texts
 
@@ -273,8 +259,9 @@ class ObjectStore(VersionStore):
         except WeightBridgeUnavailableError:
             return  # not every account may ask
         if not self._is_bucket_there:
-            msg = f"the bucket of {self} is not there. Make it, or see to the url, then try again."
-            raise WeightBridgeUnavailableError(msg)
+            raise WeightBridgeUnavailableError(
+                f"the bucket of {self} is not there. Make it, or see to the url, then try again."
+            )
 
     # ---- reading
 
@@ -298,11 +285,8 @@ class ObjectStore(VersionStore):
 
     def entries(self) -> list[Marker]:
         """All markers, of versions and claims, in the order of their numbers."""
-        found = []
-        for text in self._markers().values():
-            with contextlib.suppress(ValidationError):
-                found.append(Marker.model_validate_json(text))
-        return sorted(found, key=lambda one: (one.sequence, one.rank))
+        found = map(Marker.parsed, self._markers().values())
+        return sorted(filter(None, found), key=lambda one: (one.sequence, one.rank))
 
     def visible(self) -> list[StoredVersion]:
         """See `VersionStore.visible`."""
@@ -313,7 +297,9 @@ class ObjectStore(VersionStore):
     def damaged(self) -> list[str]:
         """See `VersionStore.damaged`: a marker's own name, as it does not say its version's."""
         return [
-            f"{MARKER}/{name}" for name, text in self._markers().items() if text and _is_none(text)
+            f"{MARKER}/{name}"
+            for name, text in self._markers().items()
+            if text and Marker.parsed(text) is None
         ]
 
     def find(self, update_id: str) -> str:
@@ -327,8 +313,9 @@ class ObjectStore(VersionStore):
         for version in self.visible():
             if version.name == name:
                 return version.marker
-        msg = f"{name} is gone from {self}, or not written yet. Import the newest manifest."
-        raise VersionNotFound(msg)
+        raise VersionNotFound(
+            f"{name} is gone from {self}, or not written yet. Import the newest manifest."
+        )
 
     def lease(self, name: str) -> Lease:
         """See `VersionStore.lease`."""
@@ -364,24 +351,15 @@ class ObjectStore(VersionStore):
 
     def files(self, name: str) -> dict[str, int]:
         """See `VersionStore.files`."""
-        try:
-            found = self.call("ls", self.path(name), detail=True)
-        except FileNotFoundError as error:
-            msg = f"{name} is not there, in {self}. Import another version."
-            raise VersionNotFound(msg) from error
-        return {one["name"].rsplit("/", 1)[-1]: int(one["size"]) for one in found}
+        found = {file: int(one["size"]) for file, one in self.objects(name).items()}
+        if not found:
+            raise VersionNotFound(f"{name} is not there, in {self}. Import another version.")
+        return found
 
     def read_small(self, name: str, file: str) -> bytes:
         """See `VersionStore.read_small`."""
         with self._of_file(name, file):
             return bytes(self.call("cat_file", self.path(name, file)))
-
-    def require_size(self, name: str, file: str, nbytes: int) -> None:
-        """See `VersionStore.require_size`."""
-        with self._of_file(name, file):
-            found = self.call("info", self.path(name, file))["size"]
-        if found != nbytes:
-            raise self.wrong_size(name, file, found, nbytes)
 
     def read(self, name: str, file: str, nbytes: int, pieces: Sequence[tuple[int, Any]]) -> None:
         """See `VersionStore.read`; a request takes from the first piece to the end of the last."""
@@ -403,8 +381,9 @@ class ObjectStore(VersionStore):
         try:
             yield
         except FileNotFoundError as error:
-            msg = f"{file} of {name} is not there, in {self}. Import another version."
-            raise VersionNotFound(msg) from error
+            raise VersionNotFound(
+                f"{file} of {name} is not there, in {self}. Import another version."
+            ) from error
 
     # ---- publishing
 
@@ -418,18 +397,18 @@ class ObjectStore(VersionStore):
         try:
             self._require_exclusive_creation()
         except FileNotFoundError as error:
-            msg = f"the bucket of {self} is not there: {error}. Make it, then try again."
-            raise WeightBridgeUnavailableError(msg) from error
+            raise WeightBridgeUnavailableError(
+                f"the bucket of {self} is not there: {error}. Make it, then try again."
+            ) from error
         return _ObjectWriter(self, rank, fenced=fenced)
 
     def _require_exclusive_creation(self) -> None:
         if _creates_by_looking(self._fs):
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"{self} is written by {type(self._fs).__name__} of fsspec, which looks whether an "
                 "object is there and then writes it: two trainers could take one version's "
                 "place. Name a store with conditional writes, such as S3, or a directory."
             )
-            raise WeightBridgeUnavailableError(msg)
         path = self.path(f".probe-{uuid.uuid4().hex}")
         self.create(path, b"1")
         try:
@@ -438,30 +417,23 @@ class ObjectStore(VersionStore):
             return
         finally:
             self.delete(path)
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"{self} replaces objects that were to be created only if there is none: two trainers "
             "could take one version's place. Name a store with conditional writes, such as S3, "
             "or a directory."
         )
-        raise WeightBridgeUnavailableError(msg)
 
     def create(self, path: str, content: bytes) -> None:
         """Create an object.
 
         Raises:
             FileExistsError: it is there.
-            WeightBridgeUnavailableError: the store cannot be written.
 
         """
         self.call("pipe_file", path, content, mode="create")
 
     def put(self, path: str, content: bytes, *, timeout_s: float | None = None) -> None:
-        """Write an object, whether it is there or not.
-
-        Raises:
-            WeightBridgeUnavailableError: the store cannot be written.
-
-        """
+        """Write an object, whether it is there or not."""
         self.call("pipe_file", path, content, timeout_s=timeout_s)
 
     def delete(self, *paths: str, timeout_s: float | None = None) -> bool:
@@ -502,7 +474,6 @@ class ObjectStore(VersionStore):
 
         Raises:
             FileExistsError: it is taken.
-            WeightBridgeUnavailableError: the store cannot be written.
 
         """
         self.mark(_filling(rank, sequence, publisher))
@@ -512,7 +483,6 @@ class ObjectStore(VersionStore):
 
         Raises:
             FileExistsError: its number is taken.
-            WeightBridgeUnavailableError: the store cannot be written.
 
         """
         path, text = self.path(MARKER, marker_name(marker)), marker.to_json()
@@ -533,8 +503,9 @@ class ObjectStore(VersionStore):
                         marker
                     )  # which `remove` may have removed before this object was there
             elif not self.delete(self.path(name, KEPT)):
-                msg = f"{name} in {self} cannot be let go. See to the network, then try again."
-                raise WeightBridgeUnavailableError(msg)
+                raise WeightBridgeUnavailableError(
+                    f"{name} in {self} cannot be let go. See to the network, then try again."
+                )
 
     def is_kept(self, name: str) -> bool:
         """See `VersionStore.is_kept`."""
@@ -591,10 +562,6 @@ class ObjectStore(VersionStore):
             if name.startswith(prefix) and not (but and name.startswith(but)):
                 self.delete(self.path(RECORDS, name))
 
-    def keep_alive(self, beat: Callable[[], None]) -> "_Beat":
-        """Have `beat` called in a thread, in time for what lives `lease_s`, until it is closed."""
-        return self._keeper.add(beat)
-
 
 _Stamp = tuple[object, ...] | None
 
@@ -634,15 +601,8 @@ def _filling(rank: int, sequence: int, publisher: str) -> Marker:
     )
 
 
-def _is_filling(marker: Marker) -> bool:
-    return marker.update_id == _NO_UPDATE and not marker.header
-
-
-def _is_fill(text: bytes) -> bool:
-    try:
-        return _is_filling(Marker.model_validate_json(text))
-    except ValidationError:
-        return False
+def _is_filling(marker: Marker | None) -> bool:
+    return marker is not None and marker.update_id == _NO_UPDATE and not marker.header
 
 
 def _number(name: str) -> tuple[int, int]:
@@ -684,41 +644,34 @@ class _Counters:
         return False
 
 
-class _Beat:
-    """A function that a keeper calls, until it is closed."""
-
-    def __init__(self, keeper: "_Keeper", call: Callable[[], None]) -> None:
-        self._keeper, self.call = keeper, call
-
-    def soon(self) -> None:
-        """Have it called now, in the keeper's thread."""
-        self._keeper.soon(self)
-
-    def close(self) -> None:
-        self._keeper.remove(self)
+_Beat = Callable[[], None]
 
 
 class _Keeper:
-    """One thread that calls beats, every so often; it runs while there are any."""
+    """One thread that calls functions (beats), every so often; it runs while there are any."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
+        self.begin()
+        _KEEPERS.add(self)
+
+    def begin(self) -> None:
+        """Have no beats and no thread. So begins a forked child, in which the lock may be taken."""
         self._changed = threading.Condition()
         self._beats: list[_Beat] = []
         self._due: list[_Beat] = []
         self._thread: threading.Thread | None = None
 
-    def add(self, call: Callable[[], None]) -> _Beat:
-        beat = _Beat(self, call)
+    def add(self, beat: _Beat) -> None:
         with self._changed:
             self._beats.append(beat)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="rl_bridge-leases", daemon=True)
                 thread.start()
                 self._thread = thread
-        return beat
 
     def soon(self, beat: _Beat) -> None:
+        """Have it called now, in the keeper's thread."""
         with self._changed:
             if beat not in self._due:
                 self._due.append(beat)
@@ -726,8 +679,8 @@ class _Keeper:
 
     def remove(self, beat: _Beat) -> None:
         with self._changed:
-            self._beats = [one for one in self._beats if one is not beat]
-            self._due = [one for one in self._due if one is not beat]
+            self._beats = [one for one in self._beats if one != beat]
+            self._due = [one for one in self._due if one != beat]
             self._changed.notify()
 
     def _run(self) -> None:
@@ -750,6 +703,17 @@ class _Keeper:
                     _LOG.warning("a lease or a record was not renewed, and will be: %s", error)
 
 
+_KEEPERS: weakref.WeakSet[_Keeper] = weakref.WeakSet()
+
+
+def _begin_all() -> None:
+    for one in list(_KEEPERS):
+        one.begin()
+
+
+in_forked_children(_begin_all)
+
+
 def _called(due: list[_Beat]) -> list[Exception | None]:
     if len(due) > 1:
         try:
@@ -762,7 +726,7 @@ def _called(due: list[_Beat]) -> list[Exception | None]:
 
 def _call(beat: _Beat) -> Exception | None:
     try:
-        beat.call()
+        beat()
     except (WeightBridgeUnavailableError, OSError) as error:
         return error
     return None
@@ -777,7 +741,7 @@ class _ObjectLease(Lease):
         self._writing, self._count, self._is_closed = threading.Lock(), 0, False
         self._is_removed = False
         self._write()
-        self._beat = store.keep_alive(self._write)
+        store.keeper.add(self._write)
 
     def _write(self) -> None:
         with self._writing:
@@ -787,7 +751,7 @@ class _ObjectLease(Lease):
                 text = f"{self._count} {self._store.lease_s!r}".encode()
                 self._store.put(self._path, text, timeout_s=timeout_s)
             elif not self._is_removed:
-                self._beat.close()
+                self._store.keeper.remove(self._write)
                 timeout_s = self._store.beat_timeout_s
                 self._is_removed = self._store.delete(self._path, timeout_s=timeout_s)
 
@@ -800,7 +764,7 @@ class _ObjectLease(Lease):
     def drop(self) -> None:
         if os.getpid() == self._pid:
             self._is_closed = True
-            self._beat.soon()  # whose thread removes the object
+            self._store.keeper.soon(self._write)  # whose thread removes the object
 
 
 class _NoLease(Lease):
@@ -811,7 +775,7 @@ class _NoLease(Lease):
 
 
 class _ObjectRecord(RecordFile):
-    """An object with a counter, which its consumer increments; the keeper's thread writes it."""
+    """An object with a counter, which its consumer increments; its beat writes it."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store, self._path = store, store.path(RECORDS, f"{name}.record")
@@ -819,12 +783,12 @@ class _ObjectRecord(RecordFile):
         self._count, self._text, self._written = 0, b"", b""
         self._is_current = threading.Event()
         self._is_removed = self._is_closed = False
-        self._beat = store.keep_alive(self._write)
+        store.keeper.add(self._write)
 
     def write(self, record: Record) -> None:
         self._is_current.clear()
         self._text = record.model_dump_json().encode()
-        self._beat.soon()
+        self._store.keeper.soon(self._write)
         self._is_current.wait(_REPORT_S)  # a store that hangs gets it later, or not at all
 
     def _write(self) -> None:
@@ -855,19 +819,10 @@ class _ObjectRecord(RecordFile):
     def close(self) -> None:
         if os.getpid() != self._pid or self._is_closed:
             return
-        self._beat.close()
+        self._store.keeper.remove(self._write)
         self._is_closed = True
         with contextlib.suppress(WeightBridgeUnavailableError, OSError):  # reports are best effort
             self._write()
-
-
-def _is_none(text: bytes) -> bool:
-    """Whether a text is no marker."""
-    try:
-        Marker.model_validate_json(text)
-    except ValidationError:
-        return True
-    return False
 
 
 class _ObjectWriter(VersionWriter):
@@ -931,7 +886,7 @@ class _ObjectWriter(VersionWriter):
             there = store.text_at(path) or b""
             if there in self._tried:  # it came late, and its version was removed
                 self._fill_over(marker)
-            elif self._is_fenced and there and not _is_fill(there):
+            elif self._is_fenced and there and not _is_filling(Marker.parsed(there)):
                 raise self._store.taken_over(self._rank) from None
             self._last = marker.sequence
             return False
@@ -949,16 +904,14 @@ class _ObjectWriter(VersionWriter):
     def add(self, name: str, file: str, content: bytes) -> None:
         self._store.put(self._store.path(name, file), content)
 
-    def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
+    def seal_anew(self, name: str, lease: Lease, marker: Marker) -> None:
         own = self._own()
         if self._is_superseded(own):
             raise self._store.taken_over(self._rank)
         if lease.marker.update_id not in {one.update_id for one in own}:
-            msg = f"{name} is gone from {self._store}. Publish it again."
-            raise VersionNotFound(msg)
+            raise VersionNotFound(f"{name} is gone from {self._store}. Publish it again.")
         self._store.put(self._store.path(MARKER, marker_name(marker)), marker.to_json())
         lease.marker = marker
-        return lease
 
     def is_superseded(self) -> bool:
         return self._is_superseded(self._own())

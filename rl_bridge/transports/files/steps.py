@@ -78,7 +78,10 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 class Steps:
-    """The steps of a directory's only publisher."""
+    """The steps of a directory's only publisher.
+
+    Where the directory cannot be written, a method raises WeightBridgeUnavailableError.
+    """
 
     def __init__(
         self,
@@ -94,9 +97,6 @@ class Steps:
             handshake: by which protocol.
             timeout_s: how long a receiver is waited for.
             is_superseded: whether another publisher has taken this one's place: then steps are its.
-
-        Raises:
-            WeightBridgeUnavailableError: the directory cannot be written.
 
         """
         self._is_superseded = is_superseded
@@ -121,7 +121,6 @@ class Steps:
 
         Raises:
             DeadlineExceeded: no receiver was ready in time.
-            WeightBridgeUnavailableError: the directory cannot be written.
 
         """
         folder = step_folder(self._root, step)
@@ -147,24 +146,18 @@ class Steps:
         while not (folder / _RECEIVER_READY).exists():
             left_s = until - time.monotonic()
             if left_s <= 0:
-                msg = (
+                raise DeadlineExceeded(
                     f"version {step} was not published: {folder} was offered for "
                     f"{self._timeout_s:g} s, expected {_RECEIVER_READY} in it, got "
                     f"{_markers_in(folder)}. See to the orchestrator, or give it more "
                     "ready_timeout_s, then publish again."
                 )
-                raise DeadlineExceeded(msg)
             pause(min(LOOK_S, left_s))
         with _told(folder):
             _mark(folder, _STARTED)
 
     def linked(self, name: str, files: Iterable[FileContent]) -> Iterator[FileContent]:
-        """Pass on what is written into the offered version; behind the last file, make the links.
-
-        Raises:
-            OSError: they cannot be made.
-
-        """
+        """Pass on what is written into the offered version; make the links behind the last file."""
         folder = self._offered
         assert folder is not None  # as it is being published
         written = []
@@ -217,12 +210,7 @@ class Steps:
 
 
 def take_back_from(root: Path, first: int) -> None:
-    """Take back all steps from one on. In a directory that has more than links, its markers go.
-
-    Raises:
-        WeightBridgeUnavailableError: it cannot be done.
-
-    """
+    """Take back all steps from one on. In a directory that has more than links, its markers go."""
     with _told(root):
         for step, folder in _steps_in(root):
             if step >= first:
@@ -327,7 +315,7 @@ def receive_step(folder: str | os.PathLike[str], *, timeout_s: float) -> Path:
 
 
 class StepReceiver:
-    """`receive_step`, look by look, for those who wait in their own way."""
+    """`receive_step`, look by look, for those who wait in their own way. It raises the same."""
 
     def __init__(self, folder: str | os.PathLike[str], *, timeout_s: float) -> None:
         """Begin; nothing is answered yet."""
@@ -340,7 +328,6 @@ class StepReceiver:
 
         Raises:
             DeadlineExceeded: it is too late.
-            WeightBridgeUnavailableError: the directory cannot be written.
 
         """
         with _told(self.folder):
@@ -354,11 +341,10 @@ class StepReceiver:
                     return True
         if time.monotonic() >= self._until:
             expected = _SENDER_READY if self._attempt < 0 else _FINISHED
-            msg = (
+            raise DeadlineExceeded(
                 f"{self.folder} was waited for, {self._timeout_s:g} s: expected {expected} in it, "
                 f"got {_markers_in(self.folder)}. See to the trainer, or pass a longer timeout."
             )
-            raise DeadlineExceeded(msg)
         return False
 
     def close(self) -> None:

@@ -16,25 +16,26 @@ as it is to be kept.
 The first rank's part holds the group's manifest. Each part's marker says when all ranks have
 committed the version (`Marker.is_committed`); the first to say so is believed, as the others may
 have died. Until then, and if they never do, the parts are no version.
-`rl_bridge.transports.files.retention` tells from the markers alone what is offered, and what is not
-to stay.
+The markers alone tell what is offered, and what is not to stay: see the end of this file.
 
 **Fenced.** One publisher of a rank at a time. Where locks tell that the first one lives, the second
 one is refused; elsewhere, or where a lock was lost, the second one takes over, and the first one is
 refused from then on.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr, ValidationError
 
 from rl_bridge.errors import SegmentError, VersionNotFound, WeightBridgeUnavailableError
+from rl_bridge.manifest.group import group_update_id
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record
 
@@ -80,6 +81,14 @@ class Marker(BaseModel):
     world_size: StrictInt = 1
     is_committed: StrictBool = False
     suffix: Literal["", ".part"] = ""
+
+    @classmethod
+    def parsed(cls, text: bytes) -> Self | None:
+        """The marker that a file holds; None if that is none, or one of a later release."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError:
+            return None
 
     def to_json(self) -> bytes:
         """The file's content. Where there is no suffix, none is named: earlier builds know none."""
@@ -157,7 +166,10 @@ class RecordFile(ABC):
 
 
 class VersionWriter(ABC):
-    """A publisher's right to write versions of its rank."""
+    """A publisher's right to write versions of its rank.
+
+    Where the store cannot be read or written, a method raises an OSError or a WeightBridgeError.
+    """
 
     @abstractmethod
     def write(self, name: str, files: Iterable[FileContent], marker: Marker) -> Lease:
@@ -174,42 +186,19 @@ class VersionWriter(ABC):
 
     @abstractmethod
     def add(self, name: str, file: str, content: bytes) -> None:
-        """Write one more small file into a version, durably; it replaces one of that name.
-
-        Raises:
-            OSError: it cannot be written.
-            WeightBridgeError: the same.
-
-        """
+        """Write one more small file into a version, durably; it replaces one of that name."""
 
     @abstractmethod
-    def seal_anew(self, name: str, lease: Lease, marker: Marker) -> Lease:
-        """Put another marker in the place of a version's; returns the lease to hold now.
+    def seal_anew(self, name: str, lease: Lease, marker: Marker) -> None:
+        """Put another marker in the place of a version's, which this lease of ours keeps."""
 
-        Raises:
-            OSError: it cannot be written.
-            WeightBridgeError: the same.
-
-        """
-
+    @abstractmethod
     def is_superseded(self) -> bool:
-        """Whether a later publisher has taken over; then this one removes nothing more.
-
-        Raises:
-            WeightBridgeError: the store cannot be read.
-
-        """
-        return False
+        """Whether a later publisher has taken over; then this one removes nothing more."""
 
     @abstractmethod
     def sweep(self) -> None:
-        """Remove what was begun, by this rank, and not finished. Nothing, if several may publish.
-
-        Raises:
-            OSError: the store cannot be read.
-            WeightBridgeError: the same.
-
-        """
+        """Remove what this rank began and did not finish. Nothing, if several may publish."""
 
     @abstractmethod
     def close(self) -> None:
@@ -218,6 +207,9 @@ class VersionWriter(ABC):
 
 class VersionStore(ABC):
     """Where a run's versions are; ``str(store)`` is its url.
+
+    A method raises WeightBridgeUnavailableError where the store cannot be read or written: that
+    says nothing of the version.
 
     Attributes:
         num_readers: how many threads read well beside each other; None: as many as cores.
@@ -237,21 +229,11 @@ class VersionStore(ABC):
 
     @abstractmethod
     def visible(self) -> list[StoredVersion]:
-        """All versions that have a marker, in the order of their publication.
-
-        Raises:
-            WeightBridgeUnavailableError: the store cannot be read.
-
-        """
+        """All versions that have a marker, in the order of their publication."""
 
     @abstractmethod
     def damaged(self) -> list[str]:
-        """Names of what has a marker that is none, so that nobody can say which version it is.
-
-        Raises:
-            WeightBridgeUnavailableError: the store cannot be read.
-
-        """
+        """Names of what has a marker that is none, so that nobody can say which version it is."""
 
     @abstractmethod
     def find(self, update_id: str) -> str:
@@ -259,7 +241,6 @@ class VersionStore(ABC):
 
         Raises:
             VersionNotFound: there is none.
-            WeightBridgeUnavailableError: the store cannot be read.
 
         """
 
@@ -292,7 +273,6 @@ class VersionStore(ABC):
 
         Raises:
             VersionNotFound: it is gone, or not visible, or its marker is none.
-            WeightBridgeUnavailableError: leases cannot be taken here.
 
         """
 
@@ -303,7 +283,6 @@ class VersionStore(ABC):
         Raises:
             VersionNotFound: it is gone.
             SegmentError: something else is in its place.
-            WeightBridgeUnavailableError: it cannot be read, which says nothing of the version.
 
         """
 
@@ -314,20 +293,25 @@ class VersionStore(ABC):
         Raises:
             VersionNotFound: it is not there.
             SegmentError: something else is in its place.
-            WeightBridgeUnavailableError: it cannot be read, which says nothing of the version.
 
         """
 
-    @abstractmethod
-    def require_size(self, name: str, file: str, nbytes: int) -> None:
-        """See to it that a file has that size.
+    def require_sizes(self, name: str, expected: Mapping[str, int]) -> None:
+        """See to it that a version has these files, of these sizes.
 
         Raises:
-            VersionNotFound: it is not there, or not all of it.
-            SegmentError: it is longer, or something else is in its place.
-            WeightBridgeUnavailableError: it cannot be read, which says nothing of the version.
+            VersionNotFound: one is not there, or not all of it.
+            SegmentError: one is longer, or something else is in its place.
 
         """
+        found = self.files(name)
+        for file, nbytes in expected.items():
+            if file not in found:
+                raise VersionNotFound(
+                    f"{file} of {name} is not there, in {self}. Import another version."
+                )
+            if found[file] != nbytes:
+                raise self.wrong_size(name, file, found[file], nbytes)
 
     @abstractmethod
     def read(self, name: str, file: str, nbytes: int, pieces: Sequence[tuple[int, Any]]) -> None:
@@ -342,7 +326,6 @@ class VersionStore(ABC):
         Raises:
             VersionNotFound: it is gone, or not all of it is there.
             SegmentError: it is longer, or something else is in its place.
-            WeightBridgeUnavailableError: it cannot be read, which says nothing of the version.
 
         """
 
@@ -369,22 +352,47 @@ class VersionStore(ABC):
         try:
             text = self.read_small(version.name, file).decode()
         except UnicodeDecodeError as error:
-            msg = (
+            raise SegmentError(
                 f"{file} of {version.name} in {self} is damaged: expected text in UTF-8, got "
                 f"byte {error.object[error.start]:#04x} at {error.start}. Take another version, or "
                 "publish this one again."
-            )
-            raise SegmentError(msg) from error
+            ) from error
         manifest = WeightUpdateManifest.of(text, caller="VersionStore.manifest")
         if manifest.header_digest.hex() != version.marker.header:
-            msg = (
+            raise SegmentError(
                 f"{file} of {version.name} in {self} is not what version "
                 f"{version.marker.weight_version} was published with: expected a header of digest "
                 f"{version.marker.header}, got {manifest.header_digest.hex()}. Take another "
                 "version."
             )
-            raise SegmentError(msg)
         return manifest
+
+    def numbers(self) -> set[int]:
+        """Numbers of all versions, of whichever rank.
+
+        What has a damaged marker counts, as that may come back: its name has the number, but for
+        a bucket's.
+        """
+        found = {one.marker.weight_version for one in self.visible()}
+        return found.union(
+            int(name.partition("-")[0]) for name in self.damaged() if is_version(name)
+        )
+
+    def last_number(self) -> int | None:
+        """The highest of `numbers`.
+
+        Raises:
+            WeightBridgeUnavailableError: it is unknown, since a bucket's marker is damaged; or the
+                store cannot be read.
+
+        """
+        for name in self.damaged():
+            if not is_version(name):
+                raise WeightBridgeUnavailableError(
+                    f"{name} in {self} is damaged, so nobody knows which version is the next. Give "
+                    "the version a number that was never published."
+                )
+        return max(self.numbers(), default=None)
 
     # ---- publishing
 
@@ -414,7 +422,6 @@ class VersionStore(ABC):
 
         Raises:
             VersionNotFound: it is gone.
-            WeightBridgeUnavailableError: the store cannot be written.
 
         """
 
@@ -427,12 +434,7 @@ class VersionStore(ABC):
         """Whether somebody reads a version now; False of one that is gone."""
 
     def longest_lease_s(self, names: Iterable[str]) -> float:
-        """How long somebody must look at leases of these versions to know which are dead.
-
-        Raises:
-            WeightBridgeUnavailableError: the store cannot be read.
-
-        """
+        """How long somebody must look at leases of these versions to know which are dead."""
         del names
         return 0.0  # leases end with their process
 
@@ -441,10 +443,6 @@ class VersionStore(ABC):
         """What was begun and has no marker: its name, and the rank of its publisher.
 
         A publisher that lives may be writing it.
-
-        Raises:
-            WeightBridgeUnavailableError: the store cannot be read.
-
         """
 
     @abstractmethod
@@ -469,12 +467,7 @@ class VersionStore(ABC):
 
     @abstractmethod
     def open_record(self, name: str) -> RecordFile:
-        """Begin a record.
-
-        Raises:
-            OSError: the store cannot be written.
-
-        """
+        """Begin a record."""
 
     @abstractmethod
     def records(self, prefix: str) -> list[Record]:
@@ -483,3 +476,120 @@ class VersionStore(ABC):
     @abstractmethod
     def remove_records(self, prefix: str, *, but: str = "") -> None:
         """Remove those, but for what begins with `but`; best effort."""
+
+
+# ---- which versions are offered, and which are not to stay ---------------------------------------
+#
+# A version that one publisher published whole is offered once it is visible. One that several ranks
+# published is offered once the marker of any part says that all ranks have, as long as all parts
+# are there: each part's marker has the group's header.
+
+
+def committed_headers(visible: Iterable[StoredVersion]) -> set[str]:
+    """The headers of groups that all ranks published."""
+    return {one.marker.header for one in visible if one.marker.is_committed}
+
+
+def offered(visible: Iterable[StoredVersion]) -> list[StoredVersion]:
+    """Those that can be imported, in the given order; a group's first part stands for the group."""
+    visible = list(visible)
+    committed = committed_headers(visible)
+
+    def is_whole(group: Marker, first: StoredVersion) -> bool:
+        return group.header in committed and len(parts_of(first, visible)) == group.world_size
+
+    return [
+        one
+        for one in visible
+        if one.marker.part is None or (one.marker.part == 0 and is_whole(one.marker, one))
+    ]
+
+
+def parts_of(version: StoredVersion, visible: Iterable[StoredVersion]) -> list[StoredVersion]:
+    """The versions that hold the bytes of an offered one: its parts, by rank, or itself."""
+    marker = version.marker
+    if marker.part is None:
+        return [version]
+    found = {
+        one.marker.part: one
+        for one in visible
+        if one.marker.part is not None and one.marker.header == marker.header
+    }
+    return [found[place] for place in range(marker.world_size) if place in found]
+
+
+def update_id_of(version: StoredVersion, visible: Iterable[StoredVersion]) -> str:
+    """The update that an offered version is of: a group's, where it stands for one."""
+    if version.marker.part is None:
+        return version.marker.update_id
+    return group_update_id(one.marker.update_id for one in parts_of(version, visible))
+
+
+def orphans(visible: Iterable[StoredVersion], unmarked: Iterable[str] = ()) -> list[StoredVersion]:
+    """Parts of groups whose first part is not there: nothing can be made of them any more.
+
+    For the publisher of first parts. A part that is being published is among them until the first
+    one is there; it is leased.
+
+    Args:
+        visible: all versions of the store.
+        unmarked: names of what has no marker, or none that is seen here yet. Where a first part of
+            a version's number is among them, its other parts are no orphans.
+
+    """
+    visible = list(visible)
+    firsts = {one.marker.header for one in visible if one.marker.part == 0}
+    numbers = {int(name.partition("-")[0]) for name in unmarked if rank_of(name) == 0}
+    return [
+        one
+        for one in visible
+        if one.marker.part
+        and one.marker.header not in firsts
+        and one.marker.weight_version not in numbers
+    ]
+
+
+def surplus(
+    visible: Iterable[StoredVersion],
+    rank: int,
+    *,
+    keep_last: int,
+    keep_every: int | None,
+    joined: Collection[str] = (),
+) -> list[StoredVersion]:
+    """Versions of a rank that are not to stay.
+
+    Ranks that are given the same numbers find the same versions. Parts of groups that were not
+    published are among them, and do not count.
+
+    Args:
+        visible: all versions of the store, in the order of their publication.
+        rank: the publisher's.
+        keep_last: how many of the newest stay.
+        keep_every: versions that are multiples of it stay.
+        joined: updates of parts whose groups are known to be published, whatever markers say yet.
+
+    """
+    visible = list(visible)
+    committed = committed_headers(visible)
+    whole = {one.marker.header for one in offered(visible)}
+    published: list[StoredVersion] = []
+    counted: list[StoredVersion] = []
+    found: list[StoredVersion] = []
+    for one in visible:
+        marker = one.marker
+        if marker.rank == rank:
+            is_joined = marker.part is None or marker.update_id in joined
+            is_published = is_joined or marker.header in committed
+            (published if is_published else found).append(one)
+            # A group of which a part is lost must not take the place of one that can be read.
+            if is_joined or marker.header in whole:
+                counted.append(one)
+    newest = counted[-keep_last:] if keep_last else []
+    since = newest[0].marker.sequence if newest else math.inf
+    return found + [
+        one
+        for one in published
+        if one.marker.sequence < since
+        and (not keep_every or one.marker.weight_version % keep_every)
+    ]

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -52,31 +52,25 @@ from rl_bridge.transports.base import (
     Transport,
     checked_seconds,
 )
-from rl_bridge.transports.files.checkpoint import ADAPTER_CONFIG, config_for_peft, is_config
+from rl_bridge.transports.files.checkpoint import Chunk, FileLayout, contents, is_config, layout_of
 from rl_bridge.transports.files.directory import DirectoryStore
 from rl_bridge.transports.files.host_copies import Copy, HostCopies, Turn
-from rl_bridge.transports.files.layout import INDEX, Chunk, FileLayout, layout_of
 from rl_bridge.transports.files.objects import ObjectStore
-from rl_bridge.transports.files.retention import (
-    offered,
-    orphans,
-    parts_of,
-    surplus,
-    update_id_of,
-)
 from rl_bridge.transports.files.steps import Handshake, Steps
 from rl_bridge.transports.files.store import (
     GROUP_MANIFEST,
     LISTS,
-    MANIFEST,
     PART,
-    FileContent,
     Lease,
     Marker,
     RecordFile,
     StoredVersion,
     VersionStore,
-    is_version,
+    offered,
+    orphans,
+    parts_of,
+    surplus,
+    update_id_of,
     version_name,
 )
 from rl_bridge.transports.files.watching import watch
@@ -103,6 +97,22 @@ class FilesHandle(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     file_nbytes: StrictInt = Field(ge=_MIN_FILE_NBYTES, lt=2**63)
+
+    @classmethod
+    def of(cls, manifest: WeightUpdateManifest) -> Self:
+        """The handle of a manifest.
+
+        Raises:
+            MalformedManifest: it is none of ``files``.
+
+        """
+        try:
+            return cls.model_validate(thaw(manifest.handle))
+        except ValidationError as error:
+            raise MalformedManifest(
+                f"update {manifest.update_id}: its handle is none of files ({error.error_count()} "
+                "errors). Send the manifest as it was published."
+            ) from error
 
 
 def store_of(
@@ -141,7 +151,10 @@ def store_of(
 
 
 class Files(Transport):
-    """The ``files`` transport."""
+    """The ``files`` transport.
+
+    Its attributes are its options, checked, and the ``store`` that its url names.
+    """
 
     name: ClassVar[str] = "files"
     crosses_processes: bool = True
@@ -192,7 +205,7 @@ class Files(Transport):
                 version.
             fetch_once: readers on one host, of one user, fetch a version once: the others map the
                 first one's memory. False: each fetches for itself.
-            num_threads: threads that copy and digest; None takes the usable cores.
+            num_threads: threads that copy and digest; None takes the usable cores, at most 8.
             steps: in directories, show version N as ``step_N``, too, for orchestrators that know
                 nothing of rl_bridge: ``stable`` with the marker ``STABLE``, ``stages`` in the four
                 stages of prime-rl's handshake. Of the only publisher, of rank 0.
@@ -204,27 +217,27 @@ class Files(Transport):
             WeightBridgeUnavailableError: a package for such urls is missing.
 
         """
-        self._timeout_s = checked_seconds("timeout_s", timeout_s)
+        self.timeout_s = checked_seconds("timeout_s", timeout_s)
         self.store = store_of(
             url,
             storage_options=storage_options or {},
             request_timeout_s=checked_seconds("request_timeout_s", request_timeout_s),
             lease_s=checked_seconds("lease_s", lease_s),
         )
-        self._rank = checked_count("source_rank", source_rank + 1) - 1
-        self._keep_last = checked_count("keep_last", keep_last + 1) - 1
-        self._keep_every = None if keep_every is None else checked_count("keep_every", keep_every)
-        self._config_dir = None if config_dir is None else Path(config_dir).absolute()
-        if self._config_dir is not None and not self._config_dir.is_dir():
+        self.rank = checked_count("source_rank", source_rank + 1) - 1
+        self.keep_last = checked_count("keep_last", keep_last + 1) - 1
+        self.keep_every = None if keep_every is None else checked_count("keep_every", keep_every)
+        self.config_dir = None if config_dir is None else Path(config_dir).absolute()
+        if self.config_dir is not None and not self.config_dir.is_dir():
             raise ValueError(f"config_dir={str(config_dir)!r}: expected a directory.")
-        self._file_nbytes = checked_count("file_nbytes", file_nbytes or self.store.file_nbytes)
-        if self._file_nbytes < _MIN_FILE_NBYTES:
+        self.file_nbytes = checked_count("file_nbytes", file_nbytes or self.store.file_nbytes)
+        if self.file_nbytes < _MIN_FILE_NBYTES:
             raise ValueError(f"file_nbytes={file_nbytes}: expected {_MIN_FILE_NBYTES} or more.")
         self._fenced = checked_flag("fenced", fenced)
         self._fetch_once = checked_flag("fetch_once", fetch_once)
-        self._num_threads = checked_threads(num_threads)
-        self._steps = self._checked_steps(steps)
-        self._ready_timeout_s = checked_seconds("ready_timeout_s", ready_timeout_s)
+        self.num_threads = checked_threads(num_threads)
+        self.steps = self._checked_steps(steps)
+        self.ready_timeout_s = checked_seconds("ready_timeout_s", ready_timeout_s)
         # The manifest that was read last, by the version's name and header: watching looks often.
         self._read: tuple[tuple[str, str], Any] = (("", ""), None)
 
@@ -238,9 +251,9 @@ class Files(Transport):
                 f"steps={steps!r}: {self.store} has no links, expected a directory. Name one, or "
                 "leave steps= out."
             )
-        if self._rank or not self._fenced:
+        if self.rank or not self._fenced:
             raise ValueError(
-                f"steps={steps!r}: expected the only publisher, of rank 0; got rank {self._rank}, "
+                f"steps={steps!r}: expected the only publisher, of rank 0; got rank {self.rank}, "
                 f"fenced={self._fenced}. Gather the weights to rank 0."
             )
         return steps
@@ -333,30 +346,11 @@ class Files(Transport):
 
     def publisher_end(self, publisher_id: str) -> "FilesPublisher":
         """Open the trainer's end; what an earlier one of this rank did not finish is removed."""
-        return FilesPublisher(
-            self.store,
-            publisher_id,
-            self._rank,
-            keep_last=self._keep_last,
-            keep_every=self._keep_every,
-            config_dir=self._config_dir,
-            file_nbytes=self._file_nbytes,
-            fenced=self._fenced,
-            num_threads=self._num_threads,
-            steps=self._steps,
-            ready_timeout_s=self._ready_timeout_s,
-        )
+        return FilesPublisher(self, publisher_id, fenced=self._fenced)
 
     def consumer_end(self, worker: str, rank: int) -> "FilesConsumer":
         """Open the engine's end."""
-        return FilesConsumer(
-            self.store,
-            worker,
-            rank,
-            self._timeout_s,
-            self._num_threads,
-            fetch_once=self._fetch_once,
-        )
+        return FilesConsumer(self, worker, rank, fetch_once=self._fetch_once)
 
 
 class FilesPublisher(PublisherEnd):
@@ -371,33 +365,20 @@ class FilesPublisher(PublisherEnd):
 
     shows: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        store: VersionStore,
-        publisher_id: str,
-        rank: int,
-        *,
-        keep_last: int,
-        keep_every: int | None,
-        config_dir: Path | None,
-        file_nbytes: int,
-        fenced: bool,
-        num_threads: int | None,
-        steps: Handshake | None,
-        ready_timeout_s: float,
-    ) -> None:
+    def __init__(self, options: Files, publisher_id: str, *, fenced: bool) -> None:
         """Take the right to publish as this rank."""
-        self.store, self._publisher_id, self._rank = store, publisher_id, rank
-        self._keep_last, self._keep_every = keep_last, keep_every
-        self._config_dir = config_dir
-        self._file_nbytes, self._num_threads = file_nbytes, num_threads
+        self._options, self._publisher_id, self._rank = options, publisher_id, options.rank
+        self.store = store = options.store
         self._is_closed = False
-        self.writer = store.open_writer(rank, fenced=fenced)
+        self.writer = store.open_writer(self._rank, fenced=fenced)
         self._steps: Steps | None = None
-        if steps is not None and store.directory is not None:
+        if options.steps is not None and store.directory is not None:
             try:
                 self._steps = Steps(
-                    store.directory, steps, ready_timeout_s, self.writer.is_superseded
+                    store.directory,
+                    options.steps,
+                    options.ready_timeout_s,
+                    self.writer.is_superseded,
                 )
             except BaseException:
                 self.writer.close()
@@ -412,7 +393,7 @@ class FilesPublisher(PublisherEnd):
         self._has_written = False
         self._collect()
         if fenced:  # records of earlier publishers of this rank: there is one at a time
-            store.remove_records(f"{rank}-", but=self._records)
+            store.remove_records(f"{self._rank}-", but=self._records)
 
     def offering(
         self, weight_version: int, *, is_part: bool, pause: Callable[[float], None]
@@ -422,11 +403,10 @@ class FilesPublisher(PublisherEnd):
         if self.writer.is_superseded():  # an offer takes back later steps, which are not its own
             raise self.store.taken_over(self._rank)
         if is_part:
-            msg = (
+            raise IncompatibleUpdate(
                 f"version {weight_version} is one of several ranks, and a step has whole weights: "
                 "expected one publisher. Gather the weights to rank 0, or leave steps= out."
             )
-            raise IncompatibleUpdate(msg)
         return self._steps.offered(weight_version, pause)
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
@@ -437,9 +417,9 @@ class FilesPublisher(PublisherEnd):
         if self._arena is None or self._arena.nbytes < nbytes:
             self._arena = None
             self._arena = anonymous_pin(nbytes)
-        digests = plan.pack(tensors, self._arena.address, num_threads=self._num_threads)
+        digests = plan.pack(tensors, self._arena.address, num_threads=self._options.num_threads)
         elapsed = (time.perf_counter() - start) * 1e3
-        handle = FilesHandle(file_nbytes=self._file_nbytes)
+        handle = FilesHandle(file_nbytes=self._options.file_nbytes)
         return Carried(
             digests=digests, handle=handle.model_dump(), timings_ms={"stage_digest": elapsed}
         )
@@ -455,7 +435,7 @@ class FilesPublisher(PublisherEnd):
         name, lease = self.names[update_id], self._leases[update_id]
         marker = lease.marker.model_copy(update=changed)
         try:
-            self._leases[update_id] = self.writer.seal_anew(name, lease, marker)
+            self.writer.seal_anew(name, lease, marker)
         except OSError as error:
             raise self._unwritable(name, error) from error
 
@@ -503,13 +483,20 @@ class FilesPublisher(PublisherEnd):
             world_size=manifest.weight_layout.world_size if is_part else 1,
             suffix=PART if is_part else "",
         )
-        layout = layout_of(
-            manifest.table,
-            self._file_nbytes,
-            is_adapter=manifest.adapter is not None,
+        layout = layout_of(manifest, self._options.file_nbytes, suffix=marker.suffix)
+        table, memory = manifest.table, memoryview(arena.buffer).cast("B")
+
+        def bytes_of(row: int) -> memoryview:
+            return memory[table.offsets[row] : table.offsets[row] + table.nbytes[row]]
+
+        files = contents(
+            manifest,
+            layout,
+            bytes_of,
+            lists=memory[table.leaves_offset : table.leaves_offset + table.lists_nbytes],
+            configs=self._configs(),
             suffix=marker.suffix,
         )
-        files = self._contents(manifest, layout, arena, marker.suffix)
         if self._steps is not None:
             files = self._steps.linked(name, files)
         try:
@@ -524,29 +511,12 @@ class FilesPublisher(PublisherEnd):
         if not is_part:  # none takes the place of older versions before all ranks have published
             self._collect()
 
-    def _contents(
-        self, manifest: WeightUpdateManifest, layout: FileLayout, arena: Pin, suffix: str
-    ) -> Iterator[FileContent]:
-        table, memory = manifest.table, memoryview(arena.buffer).cast("B")
-        for file in layout.files:
-            pieces: list[Any] = [file.header]
-            for row in file.rows:
-                begin = table.offsets[row]
-                pieces.append(memory[begin : begin + table.nbytes[row]])
-            yield file.name, pieces
-        yield (
-            LISTS + suffix,
-            [memory[table.leaves_offset : table.leaves_offset + table.lists_nbytes]],
-        )
-        if layout.index:
-            yield INDEX + suffix, [layout.index.encode()]
-        config = config_for_peft(manifest)
-        if config is not None:
-            yield ADAPTER_CONFIG + suffix, [config]
-        for path in [] if self._config_dir is None else sorted(self._config_dir.iterdir()):
+    def _configs(self) -> Iterator[tuple[str, bytes]]:
+        """The files that go along with each version."""
+        folder = self._options.config_dir
+        for path in [] if folder is None else sorted(folder.iterdir()):
             if path.is_file() and is_config(path.name):
-                yield path.name + suffix, [path.read_bytes()]
-        yield MANIFEST, [manifest.to_json().encode()]
+                yield path.name, path.read_bytes()
 
     @property
     def arena_address(self) -> int:
@@ -554,21 +524,8 @@ class FilesPublisher(PublisherEnd):
         return 0 if self._arena is None else self._arena.address
 
     def last_stored(self) -> int | None:
-        """The highest version in the store, of whichever rank.
-
-        What has a damaged marker counts, as that may come back: its name has the number, but for
-        a bucket's.
-        """
-        numbers = [one.marker.weight_version for one in self.store.visible()]
-        for name in self.store.damaged():
-            if not is_version(name):
-                msg = (
-                    f"{name} in {self.store} is damaged, so nobody knows which version is the "
-                    "next. Give weight_version=, a number that was never published."
-                )
-                raise WeightBridgeUnavailableError(msg)
-            numbers.append(int(name.partition("-")[0]))
-        return max(numbers, default=None)
+        """The highest version in the store, of whichever rank."""
+        return self.store.last_number()
 
     def release(self, update_id: str) -> None:
         """Let a version go, once newer ones take its place."""
@@ -595,8 +552,8 @@ class FilesPublisher(PublisherEnd):
         found = surplus(
             visible,
             self._rank,
-            keep_last=self._keep_last,
-            keep_every=self._keep_every,
+            keep_last=self._options.keep_last,
+            keep_every=self._options.keep_every,
             joined=self._joined,
         )
         # Of ranks that a run once had, and may have no more. Not before this one wrote something: a
@@ -662,20 +619,10 @@ class FilesPublisher(PublisherEnd):
 class FilesConsumer(ConsumerEnd):
     """See `rl_bridge.transports.base.ConsumerEnd`."""
 
-    def __init__(
-        self,
-        store: VersionStore,
-        worker: str,
-        rank: int,
-        timeout_s: float,
-        num_threads: int | None,
-        *,
-        fetch_once: bool,
-    ) -> None:
+    def __init__(self, options: Files, worker: str, rank: int, *, fetch_once: bool) -> None:
         """Read from a run's store."""
-        self._timeout_s = timeout_s
-        self._store, self._worker, self._rank = store, worker, rank
-        self._num_threads = num_threads
+        self._store, self._worker, self._rank = options.store, worker, rank
+        self._timeout_s, self._num_threads = options.timeout_s, options.num_threads
         self._is_closed = False
         self._arenas = CPUArenas()
         self._arrivals = Arrivals(self._arenas, f"rlb-files-{rank}")
@@ -696,14 +643,7 @@ class FilesConsumer(ConsumerEnd):
         return self._attached(manifest, None)
 
     def _attached(self, manifest: WeightUpdateManifest, copies: HostCopies | None) -> Attachment:
-        try:
-            handle = FilesHandle.model_validate(thaw(manifest.handle))
-        except ValidationError as error:
-            msg = (
-                f"update {manifest.update_id}: its handle is none of files ({error.error_count()} "
-                "errors). Send the manifest as it was published."
-            )
-            raise MalformedManifest(msg) from error
+        handle = FilesHandle.of(manifest)
         return self._as_visible(lambda: self._attached_now(manifest, handle, copies))
 
     def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
@@ -737,11 +677,10 @@ class FilesConsumer(ConsumerEnd):
         lease = self._store.lease(name)
         if lease.marker.update_id != manifest.update_id:
             lease.close()
-            msg = (
+            raise SegmentError(
                 f"{name} in {self._store} holds update {lease.marker.update_id}, expected "
                 f"{manifest.update_id}. Import another version."
             )
-            raise SegmentError(msg)
         return name, lease
 
     def _attached_now(
@@ -750,17 +689,12 @@ class FilesConsumer(ConsumerEnd):
         """Read a version, leased meanwhile, or map it; it must be visible."""
         name, lease = self._leased(manifest)
         header, suffix = bytes.fromhex(lease.marker.header), lease.marker.suffix
-        layout = layout_of(
-            manifest.table,
-            handle.file_nbytes,
-            is_adapter=manifest.adapter is not None,
-            suffix=suffix,
-        )
+        layout = layout_of(manifest, handle.file_nbytes, suffix=suffix)
         try:
             # Before memory is taken: a manifest may claim any size.
-            sizes = [(file.name, file.nbytes) for file in layout.files]
-            for file, nbytes in (*sizes, (LISTS + suffix, manifest.table.lists_nbytes)):
-                self._store.require_size(name, file, nbytes)
+            sizes = {file.name: file.nbytes for file in layout.files}
+            sizes[LISTS + suffix] = manifest.table.lists_nbytes
+            self._store.require_sizes(name, sizes)
             turn = None if copies is None else copies.turn(manifest.update_id)
             if isinstance(turn, Copy):
                 mapped = self._mapped(manifest, turn, header)

@@ -1,8 +1,8 @@
-"""Waiting for new versions: until the kernel tells of a change, or, where it cannot, by looking.
+"""Waiting for new versions: `watch` looks every so often, and when the kernel tells of a change.
 
 The kernel (inotify, through the package ``watchfiles``) tells of changes that are made on this
-machine, on file systems of its own. It is not told of what another machine writes to a network's
-file system, so there `watch` polls. The two differ in how soon a version is seen.
+machine. It is not told of what another machine writes to a network's file system: there a version
+is seen at the next look.
 """
 
 import importlib
@@ -10,21 +10,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.files.store import MARKER
 
-__all__ = ["tells_of_changes", "watch"]
+__all__ = ["watch"]
 
 _LOG = logging.getLogger(__name__)
 
-_MOUNTS = Path("/proc/self/mountinfo")
-# File systems that only this machine's kernel writes to: it is told of all changes there.
-_LOCAL = frozenset(
-    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-)
 _TICK_S = 0.1
 # After a change it looks at each tick for so long: a version comes in several changes, and those in
 # a directory that was made just now may be missed.
@@ -60,8 +55,8 @@ def watch(
     seen: set[str] = set()
     last: WeightUpdateManifest | None = None
     until = time.monotonic() + timeout_s
-    bell: _Bell | None = None
-    has_looked = False
+    bell: _Told | None = None
+    has_looked = is_told = False
     try:
         while True:
             found, failure = None, None
@@ -83,8 +78,10 @@ def watch(
                 if failure is not None:
                     raise failure
                 return
-            if bell is None:  # and then it looks again: at what came before changes were told
-                bell = _bell(directory, every_s)
+            if not is_told:  # and then it looks again: at what came before changes were told
+                bell, is_told = _bell(directory, every_s), True
+            elif bell is None:
+                time.sleep(min(every_s, left_s))
             else:
                 bell.wait(left_s)
     finally:
@@ -99,37 +96,16 @@ def _is_newer(found: WeightUpdateManifest, last: WeightUpdateManifest | None) ->
     return found.weight_version > last.weight_version
 
 
-class _Bell(Protocol):
-    def wait(self, left_s: float) -> None:
-        """Return when a look may be worth it, but no later than then."""
-
-    def close(self) -> None:
-        """Stop listening."""
-
-
-def _bell(directory: Path | None, every_s: float) -> _Bell:
-    if directory is not None and tells_of_changes(directory):
+def _bell(directory: Path | None, every_s: float) -> "_Told | None":
+    """What tells of changes; None: nothing does."""
+    if directory is not None and directory.exists():
         try:
-            watchfiles = importlib.import_module("watchfiles")
+            return _Told(importlib.import_module("watchfiles"), directory, every_s)
         except ImportError:
             _LOG.debug("watchfiles is not installed: looking every %s s", every_s)
-        else:
-            try:
-                return _Told(watchfiles, directory, every_s)
-            except OSError as error:  # such as the limit of inotify's watches
-                _LOG.warning("changes are not told of (%s): looking every %s s", error, every_s)
-    return _Looking(every_s)
-
-
-class _Looking:
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
-
-    def wait(self, left_s: float) -> None:
-        time.sleep(min(self._every_s, left_s))
-
-    def close(self) -> None:
-        """Nothing is held."""
+        except OSError as error:  # such as the limit of inotify's watches
+            _LOG.warning("changes are not told of (%s): looking every %s s", error, every_s)
+    return None
 
 
 class _Told:
@@ -164,31 +140,3 @@ class _Told:
 
     def close(self) -> None:
         self._changes.close()
-
-
-def tells_of_changes(directory: Path, *, mounts: str | None = None) -> bool:
-    """Whether the kernel hears of all changes in a directory.
-
-    Args:
-        directory: it need not be there.
-        mounts: what ``/proc/self/mountinfo`` says; None reads it.
-
-    """
-    try:
-        text = _MOUNTS.read_text(errors="surrogateescape") if mounts is None else mounts
-        place = directory.resolve()
-    except OSError:
-        return False
-    depth, kind = 0, ""
-    for line in text.splitlines():
-        before, _, behind = line.partition(" - ")
-        fields = before.split(" ")
-        if len(fields) < 5 or not behind:  # noqa: PLR2004 - the fifth is the mount's place
-            continue
-        # (Blanks and the like are written as octal numbers.)
-        named = fields[4].encode("ascii", "backslashreplace").decode("unicode_escape")
-        mount = Path(named)
-        # The last mount of a place hides those before.
-        if place.is_relative_to(mount) and len(mount.parts) >= depth:
-            depth, kind = len(mount.parts), behind.split(" ", 1)[0]
-    return kind in _LOCAL

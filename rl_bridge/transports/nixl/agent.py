@@ -1,9 +1,9 @@
 """One agent of the library: registered memory, peers, and reads, each counted.
 
-All calls into the library are in this module. Its errors come out as `AgentError`, so that no other
-module has to know the library's classes. They come without the library's frames: a log that keeps
-the error would keep the library's agent alive, and the agent may write to slots that are in use
-again.
+All calls into the library are in this module. Its errors come out of whatever calls it as
+`AgentError`, so that no other module has to know the library's classes. They come without the
+library's frames: a log that keeps the error would keep the library's agent alive, and the agent may
+write to slots that are in use again.
 """
 
 import secrets
@@ -61,19 +61,12 @@ class Counters:
             *(getattr(self, item.name) + getattr(other, item.name) for item in fields(self))
         )
 
-    def __str__(self) -> str:
-        return ", ".join(f"{item.name}={getattr(self, item.name)}" for item in fields(self))
-
 
 class Region:
-    """Registered memory; `Host.deregister` ends it.
+    """Registered memory; `Host.deregister` ends it."""
 
-    Attributes:
-        refusal: why it cannot be served; empty if it can, or will be.
-
-    """
-
-    refusal = ""
+    refusal: str = ""
+    """Why the host cannot serve it now, which some hosts find out late; empty if it can."""
 
     def __init__(self, descriptors: Any, count: int, address: int = 0) -> None:
         """Note the library's descriptors, and the address that peers use."""
@@ -143,9 +136,6 @@ class Host(Protocol):
         Returns:
             Whether it serves; else it will, and `fileno` shows when.
 
-        Raises:
-            AgentError: it cannot be replaced.
-
         """
         return True
 
@@ -154,28 +144,14 @@ class Host(Protocol):
         del within_s
 
     def register(self, ranges: Sequence[tuple[int, int]], kind: Kind, device: int = 0) -> Region:
-        """Register ranges (address, size) of this process.
-
-        Raises:
-            AgentError: it cannot.
-
-        """
+        """Register ranges (address, size) of this process."""
 
     def register_segment(self, segment: "OwnedSegment") -> Region:
-        """Register a segment.
+        """Register a segment, where it is mapped."""
+        return self.register([(segment.address, segment.nbytes)], "DRAM")
 
-        Raises:
-            AgentError: it cannot.
-
-        """
-
-    def register_again(self, region: Region) -> None:
-        """Register once more what was refused, which only another process does late.
-
-        Raises:
-            AgentError: it is refused again.
-
-        """
+    def try_again(self, region: Region) -> None:
+        """Serve a region that was refused late, if that can be by now; never waits."""
 
     def deregister(self, region: Region) -> None:
         """End a registration. Idempotent."""
@@ -234,12 +210,7 @@ class Agent(Host):
     # ---- memory ---------------------------------------------------------------------------------
 
     def register(self, ranges: Sequence[tuple[int, int]], kind: Kind, device: int = 0) -> Region:
-        """Register ranges (address, size).
-
-        Raises:
-            MemoryRefused: the library refuses.
-
-        """
+        """Register ranges (address, size)."""
         rows = [(address, nbytes, device, "") for address, nbytes in ranges]
         with self._errors(f"register {len(rows)} ranges", MemoryRefused):
             made = self._agent.register_memory(rows, kind, [self._backend])
@@ -247,18 +218,6 @@ class Agent(Host):
             self.made.registrations += len(rows)
             self.num_registered += len(rows)
         return Region(made, len(rows), rows[0][0] if rows else 0)
-
-    def register_segment(self, segment: "OwnedSegment") -> Region:
-        """Register a segment, where it is mapped.
-
-        Raises:
-            MemoryRefused: the library refuses.
-
-        """
-        return self.register([(segment.address, segment.nbytes)], "DRAM")
-
-    def register_again(self, region: Region) -> None:
-        """Do nothing: what is refused here is refused at once."""
 
     def deregister(self, region: Region) -> None:
         """End a registration. Idempotent."""
@@ -271,12 +230,7 @@ class Agent(Host):
             self._agent.deregister_memory(descriptors, [self._backend])
 
     def metadata(self, region: Region | None) -> bytes:
-        """Describe one region to a peer that will read it; None: only how to reach this agent.
-
-        Raises:
-            AgentError: the region is no longer registered.
-
-        """
+        """Describe one region to a peer that will read it; None: only how to reach this agent."""
         empty = self._module.nixlBind.nixlRegDList(self._module.nixlBind.DRAM_SEG)
         descriptors = empty if region is None else region.descriptors
         with self._errors("describe memory"):
@@ -288,13 +242,7 @@ class Agent(Host):
     # ---- peers ----------------------------------------------------------------------------------
 
     def add_peer(self, metadata: bytes, *, is_new: bool = False) -> str:
-        """Add a peer, or more of its memory; returns its name.
-
-        Raises:
-            AgentError: it is no metadata, or there is no way to that peer: perhaps an interface
-                was down when this agent was made.
-
-        """
+        """Add a peer, or more of its memory; returns its name."""
         with self._errors("read a peer's metadata"):
             name: str | bytes = self._agent.add_remote_agent(metadata)
         self.made.connections += is_new
@@ -310,12 +258,7 @@ class Agent(Host):
     # ---- reads ----------------------------------------------------------------------------------
 
     def prepare(self, peer: str | None, ranges: Ranges, kind: Kind) -> Made:
-        """Prepare a list of descriptors; `peer` None is this side.
-
-        Raises:
-            AgentError: the memory is not registered, or the peer's metadata does not describe it.
-
-        """
+        """Prepare a list of descriptors; `peer` None is this side."""
         name = "NIXL_INIT_AGENT" if peer is None else peer
         with self._errors(f"prepare {len(ranges)} ranges"):
             made = Made(self._agent.prep_xfer_dlist(name, ranges, kind, [self._backend]))
@@ -324,12 +267,7 @@ class Agent(Host):
         return made
 
     def make_read(self, local: Made, remote: Made, low: int, high: int) -> Made:
-        """Make a read of the descriptors `low` to `high` of two lists; it can be posted many times.
-
-        Raises:
-            AgentError: the library refuses.
-
-        """
+        """Make a read of descriptors `low` to `high` of two lists; it can be posted many times."""
         rows = np.arange(low, high, dtype=np.int32)
         with self._errors("make a read"):
             made = Made(
@@ -341,21 +279,11 @@ class Agent(Host):
         return made
 
     def post(self, read: Made) -> State:
-        """Begin a read.
-
-        Raises:
-            AgentError: it failed.
-
-        """
+        """Begin a read."""
         return self._state(self._agent.transfer, read)
 
     def check(self, read: Made) -> State:
-        """Make progress, and return whether a read has ended.
-
-        Raises:
-            AgentError: it failed, and has ended.
-
-        """
+        """Make progress, and return whether a read has ended."""
         return self._state(self._agent.check_xfer_state, read)
 
     def _state(self, call: Any, read: Made) -> State:

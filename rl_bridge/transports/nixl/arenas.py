@@ -8,9 +8,7 @@ import torch
 
 from rl_bridge.errors import SegmentError
 from rl_bridge.memory.slots import Slot
-from rl_bridge.memory.views import Pin
 from rl_bridge.transports.nixl.agent import AgentError, Host, Kind, Region
-from rl_bridge.transports.wire.arenas import Arenas
 
 _NUMBERS = itertools.count(1)
 
@@ -76,23 +74,12 @@ class SlotRegistry:
         try:
             known = self._known[slot] = self._register(slot)
         except AgentError as error:
-            raise _refused(slot, error) from error
+            raise SegmentError(
+                f"a slot of {slot.nbytes} bytes cannot be registered: {error} Raise the limit of "
+                "locked memory (ulimit -l), or lower max_slots."
+            ) from error
         slot.before_close = forget
         return known
-
-    def require_served(self, slot: Slot) -> None:
-        """Have the memory of a known slot registered once more if that was refused meanwhile.
-
-        Raises:
-            SegmentError: the library refuses it again.
-
-        """
-        try:
-            for region in self._known[slot].regions:
-                if region.refusal:
-                    self._agent.register_again(region)
-        except AgentError as error:
-            raise _refused(slot, error) from error
 
     def _register(self, slot: Slot) -> SlotRegistration:
         number = next(_NUMBERS)
@@ -111,77 +98,15 @@ class SlotRegistry:
         return SlotRegistration(number, (arena, stamp), kind, device, stamp_offset)
 
     def move_to(self, agent: Host) -> None:
-        """Register all slots with a new agent, after the last one was closed.
-
-        Raises:
-            AgentError: the library refuses.
-
-        """
+        """Register all slots with a new agent, after the last one was closed."""
         self._agent = agent
         for slot in self._known:
             self._known[slot] = self._register(slot)
 
+    def items(self) -> list[tuple[Slot, SlotRegistration]]:
+        """List all slots and their registrations."""
+        return list(self._known.items())
+
     def __getitem__(self, slot: Slot) -> SlotRegistration:
         """Return the registration of a slot."""
         return self._known[slot]
-
-
-class RegisteredArenas(Arenas):
-    """Arenas of any kind, whose slots are registered with one agent."""
-
-    def __init__(self, inner: Arenas, agent: Host) -> None:
-        """Let `inner` make the slots."""
-        self.place = inner.place
-        self._inner = inner
-        self._known = SlotRegistry(agent, inner.place.device)
-
-    def make_slot(self, name: str, arena_nbytes: int) -> Slot:
-        """Make a slot and register it.
-
-        Raises:
-            SegmentError: there is no memory, or the library refuses it.
-
-        """
-        slot = self._inner.make_slot(name, arena_nbytes)
-        try:
-            self._known.add(slot)
-        except BaseException:
-            slot.close()
-            raise
-        return slot
-
-    def move_to(self, agent: Host) -> None:
-        """Register all slots with a new agent.
-
-        Raises:
-            AgentError: the library refuses.
-
-        """
-        self._known.move_to(agent)
-
-    def known(self, slot: Slot) -> SlotRegistration:
-        """Return the registration of a slot."""
-        return self._known[slot]
-
-    def require_served(self, slot: Slot) -> None:
-        """See `SlotRegistry.require_served`."""
-        self._known.require_served(slot)
-
-    def pin(self, slot: Slot, update_id: str, arena_nbytes: int) -> Pin:
-        """Lease the version in a slot."""
-        return self._inner.pin(slot, update_id, arena_nbytes)
-
-    def sweep(self) -> None:
-        """Release the views of slots that were closed."""
-        self._inner.sweep()
-
-    def close(self) -> None:
-        """Release everything that no tensor needs."""
-        self._inner.close()
-
-
-def _refused(slot: Slot, error: AgentError) -> SegmentError:
-    return SegmentError(
-        f"a slot of {slot.nbytes} bytes cannot be registered: {error} Raise the limit of locked "
-        "memory (ulimit -l), or lower max_slots."
-    )

@@ -7,13 +7,12 @@ the next import. The slots of a parked agent are not used before its reads ended
 
 import logging
 import os
-import secrets
 import select
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,19 +26,16 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.control import UpdateReport
-from rl_bridge.memory.places import Place
 from rl_bridge.memory.slots import ARRIVING, Slot
 from rl_bridge.memory.views import Attachment
-from rl_bridge.transports.base import ConsumerEnd, Landed, Landing, PartRequest
+from rl_bridge.transports.base import Landed, Landing, PartRequest
 from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters, MemoryRefused
 from rl_bridge.transports.nixl.arenas import SlotRegistry
-from rl_bridge.transports.nixl.client import ControlClient
-from rl_bridge.transports.nixl.fetch import Fetch, Job, SharedSlot, Source, TornRead
-from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint, NIXLHandle
+from rl_bridge.transports.nixl.fetch import ControlClient, Fetch, Job, SharedSlot, Source, TornRead
+from rl_bridge.transports.nixl.messages import Entry, Join, NIXLEndpoint, NIXLHandle
 from rl_bridge.transports.wire.arenas import Arenas
 from rl_bridge.transports.wire.channel import read_handle
-from rl_bridge.transports.wire.tls import TLS
+from rl_bridge.transports.wire.ends import Options, PeerConsumer
 
 _LOG = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
@@ -52,57 +48,59 @@ _MEET_S = 2.0  # for all connections of one import that only a report needs
 _REST_S = 60.0  # for so long a publisher that could not be reached is left alone
 
 
+class _Parked(NamedTuple):
+    """An agent that was given up, with reads that may not have ended."""
+
+    agent: Agent
+    jobs: Sequence[Job]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no byte can arrive any longer."""
+        return self.agent.is_closed or all(
+            job.reading is None or job.reading.drain() for job in self.jobs
+        )
+
+
 class _Resources:
     """The things that a consumer's end has to close, or its finalizer if it is dropped instead."""
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
         self.sources: dict[str, Source] = {}
-        self.parked: list[tuple[Agent, Sequence[Job]]] = []
-        """Agents that were given up, with reads that may not have ended."""
+        self.parked: list[_Parked] = []
         self.landings: SlotRegistry | None = None
         """Slots of callers that were read into."""
 
+    def end(self, ended: Sequence[_Parked]) -> bool:
+        """Close parked agents, and release the slots that they read into."""
+        for one in ended:
+            one.agent.close()
+            for job in one.jobs:
+                job.release()
+            self.parked.remove(one)
+        return bool(ended)
+
     def sweep(self) -> None:
-        """Close parked agents whose reads ended meanwhile, and release their slots.
+        """Close parked agents whose reads ended meanwhile.
 
         Reads at a publisher that hangs may never end: all but the last few agents are closed.
         """
-        num_kept = 0
-        for agent, jobs in reversed(list(self.parked)):
-            is_over = agent.is_closed or all(
-                job.reading is None or job.reading.drain() for job in jobs
-            )
-            if not is_over and num_kept < _MAX_PARKED:
-                num_kept += 1
-                continue
-            agent.close()
-            for job in jobs:
-                job.release()
-                if job.shared is not None:
-                    job.shared.release()
-            self.parked.remove((agent, jobs))
+        going_on = [one for one in self.parked if not one.is_over]
+        kept = going_on[-_MAX_PARKED:]
+        self.end([one for one in self.parked if one not in kept])
 
     def end_reads_into(self, slot: Slot) -> None:
         """Close agents that may still write to a slot, whose memory is about to go."""
-        for agent, jobs in list(self.parked):
-            targets = [job.shared for job in jobs if job.shared and job.shared.slot is slot]
-            if targets:
-                agent.close()
-                self.parked.remove((agent, jobs))
-                for shared in targets:
-                    shared.slot = None
+        for one in list(self.parked):
+            targets = [job.shared for job in one.jobs if job.shared and job.shared.slot is slot]
+            for shared in targets:
+                shared.slot = None
+            self.end([one] if targets else [])
 
     def end_landings(self) -> bool:
         """Close agents that may still write to callers' slots; returns whether there were any."""
-        ended = [(agent, jobs) for agent, jobs in self.parked if any(job.shared for job in jobs)]
-        for agent, jobs in ended:
-            agent.close()
-            for job in jobs:
-                if job.shared is not None:
-                    job.shared.release()
-            self.parked.remove((agent, jobs))
-        return bool(ended)
+        return self.end([one for one in self.parked if any(job.shared for job in one.jobs)])
 
 
 def _close(pid: int, resources: _Resources) -> None:
@@ -112,20 +110,15 @@ def _close(pid: int, resources: _Resources) -> None:
     for source in resources.sources.values():
         source.forget_reads()
     # Agents before connections: when a publisher sees the end, no byte can arrive any longer.
-    for agent in (resources.agent, *(agent for agent, _ in resources.parked)):
-        if agent is not None:
-            agent.close()
-    for _, jobs in resources.parked:
-        for job in jobs:
-            if job.shared is not None:
-                job.shared.release()
-    resources.parked.clear()
+    if resources.agent is not None:
+        resources.agent.close()
+    resources.end(list(resources.parked))
     for source in resources.sources.values():
         source.close()
     resources.sources.clear()
 
 
-class NIXLConsumer(ConsumerEnd):
+class NIXLConsumer(PeerConsumer):
     """See `rl_bridge.transports.base.ConsumerEnd`."""
 
     lands: ClassVar[bool] = True
@@ -139,22 +132,14 @@ class NIXLConsumer(ConsumerEnd):
         make_arenas: Callable[[], Arenas],
         backend: str,
         token: bytes | None,
-        num_threads: int | None,
-        timeout_s: float,
-        tls: TLS | None,
+        options: Options,
     ) -> None:
         """Open nothing yet."""
-        self._worker = worker
-        self._rank = rank
-        self._reader = secrets.token_hex(16)
+        super().__init__(worker, rank, backend=backend, make_arenas=make_arenas, options=options)
         self._make_agent = make_agent
-        self._make_arenas = make_arenas
-        self._backend = backend
         self._token = token
-        self._num_threads = num_threads
-        self._timeout_s = timeout_s
-        self._tls = tls
-        self._meet_s = min(_MEET_S, timeout_s)
+        self._timeout_s = options.timeout_s
+        self._meet_s = min(_MEET_S, options.timeout_s)
         self._resources = _Resources()
         self._num_gathering = 0
         """How many callers are inside of `in_one_go`."""
@@ -172,11 +157,6 @@ class NIXLConsumer(ConsumerEnd):
         agent = self._resources.agent
         return self._past + (Counters() if agent is None else agent.made)
 
-    @property
-    def num_registered(self) -> int:
-        """Ranges of memory that are registered now."""
-        return 0 if self._resources.agent is None else self._resources.agent.num_registered
-
     def catalog(self, manifest: WeightUpdateManifest) -> tuple[Entry, ...]:
         """Ask for the versions that the publisher of a manifest holds.
 
@@ -193,11 +173,6 @@ class NIXLConsumer(ConsumerEnd):
         return self._retried(manifest.update_id, ask)
 
     # ---- attaching ------------------------------------------------------------------------------
-
-    @property
-    def place(self) -> Place:
-        """See `ConsumerEnd`."""
-        return self._make_arenas().place
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         """Read a version, unless it is here already, and lease it."""
@@ -281,7 +256,7 @@ class NIXLConsumer(ConsumerEnd):
         try:
             fetch.run()
             for job in jobs:
-                attached[job.index] = job.attach(self._num_threads)
+                attached[job.index] = job.attach(self._options.num_threads)
             is_here = True
         except BaseException:
             for one in attached:
@@ -320,11 +295,10 @@ class NIXLConsumer(ConsumerEnd):
             fetch.run()
             made = Landed(slot, [job.header for job in jobs])
             is_here = True
+            shared.slot = slot.update_id = None  # it belongs to the caller now
         finally:
             if fetch.close(with_next=is_here and self._num_gathering > 0):
                 self._renew_agent(jobs)  # the slot is released when its reads ended
-            elif is_here:
-                shared.slot = slot.update_id = None  # it belongs to the caller now
             else:
                 shared.release()
         return made
@@ -339,18 +313,12 @@ class NIXLConsumer(ConsumerEnd):
             manifest.update_id,
             manifest.table,
             generation=handle.generation,
-            num_threads=self._num_threads,
+            num_threads=self._options.num_threads,
         )
 
     def _handle(self, manifest: WeightUpdateManifest) -> NIXLHandle:
         handle = read_handle(NIXLHandle, manifest)
-        if handle.endpoint.backend != self._backend:
-            raise TransportUnavailable(
-                "nixl",
-                f"the publisher offers its memory over {handle.endpoint.backend} and this side was "
-                f"made for {self._backend}",
-                "Give both sides the same backend=.",
-            )
+        handle.endpoint.require_backend("nixl", self._backend)
         return handle
 
     # ---- connections ----------------------------------------------------------------------------
@@ -396,14 +364,15 @@ class NIXLConsumer(ConsumerEnd):
             self._token_of(endpoint),
             # Made after the publisher answered: an agent only knows interfaces that were up then.
             self._agent,
-            worker=self._worker,
-            rank=self._rank,
-            # A consumer that left a record keeps it when it reconnects.
-            is_observer=is_observer and (known is None or known.client.is_observer),
-            timeout_s=self._timeout_s,
-            reader=self._reader,
+            Join(
+                # A consumer that left a record keeps it when it reconnects.
+                **self._name(
+                    is_observer=is_observer and (known is None or known.client.is_observer)
+                ),
+                timeout_s=self._timeout_s,
+            ),
+            self._options,
             within_s=within_s,
-            tls=self._tls,
         )
         if known is None:
             source = Source(client, self._make_arenas(), self._agent())
@@ -423,7 +392,7 @@ class NIXLConsumer(ConsumerEnd):
             source.client.hang_up()
         resources.agent = None
         self._past += old.made
-        resources.parked.append((old, jobs))
+        resources.parked.append(_Parked(old, jobs))
         resources.sweep()
 
     # ---- reports, and the end -------------------------------------------------------------------
@@ -457,13 +426,9 @@ class NIXLConsumer(ConsumerEnd):
         else:
             self._unreachable.pop(name, None)
 
-    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
-        """Send a report to the publisher, if this side is connected to it."""
-        known = self._resources.sources.get(manifest.publisher_id)
-        if known is None:
-            _LOG.info("the publisher will not hear of %s: not connected to it", report.update_id)
-        else:
-            known.client.report(report)
+    def _client_of(self, publisher_id: str) -> ControlClient | None:
+        known = self._resources.sources.get(publisher_id)
+        return None if known is None else known.client
 
     @contextmanager
     def in_one_go(self) -> Iterator[None]:

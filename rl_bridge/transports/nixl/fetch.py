@@ -1,7 +1,11 @@
-"""Reads the parts of a version from all their publishers at once.
+"""Connections to publishers, and reading the parts of a version from all of them at once.
 
-A `Source` is what a consumer keeps of one publisher between updates: the connection, the slots,
-and prepared reads. A `Job` is one part of one attempt. A `Fetch` runs jobs side by side.
+A `ControlClient` is one connection. A `Source` is what a consumer keeps of one publisher between
+updates: the connection, the slots, and prepared reads. A `Job` is one part of one attempt. A
+`Fetch` runs jobs side by side.
+
+The end of a lease may wait for the next message to the same publisher (`send_deferred`), since each
+message wakes a process there.
 """
 
 import time
@@ -12,32 +16,247 @@ from ipaddress import ip_address
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from rl_bridge.errors import TransferTimeout, WeightBridgeError
+from rl_bridge.errors import MalformedManifest, TransferTimeout, WeightBridgeError
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.arrival_digest import ArrivalDigest
 from rl_bridge.memory.slots import STAMP_NBYTES, Slot
 from rl_bridge.memory.views import Attachment
 from rl_bridge.transports.base import Landing, PartRequest
 from rl_bridge.transports.nixl.agent import Agent, AgentError, Made, Region
-from rl_bridge.transports.nixl.arenas import RegisteredArenas, SlotRegistration
-from rl_bridge.transports.nixl.client import ControlClient
-from rl_bridge.transports.nixl.messages import STALL_PART, Leased, NIXLHandle
+from rl_bridge.transports.nixl.arenas import SlotRegistration, SlotRegistry
+from rl_bridge.transports.nixl.messages import (
+    PROTOCOL,
+    STALL_PART,
+    AskCatalog,
+    Catalog,
+    Entry,
+    Help,
+    Join,
+    Lapsed,
+    Lease,
+    Leased,
+    NIXLEndpoint,
+    NIXLHandle,
+    Renew,
+    Unlease,
+    Welcome,
+)
 from rl_bridge.transports.nixl.reading import (
     STEP_NBYTES,
     Prepared,
     Reading,
-    StampPage,
     Steps,
     plan_steps,
 )
 from rl_bridge.transports.wire.arenas import Arenas, Arrival, Arrivals
+from rl_bridge.transports.wire.channel import Gone, error_of
+from rl_bridge.transports.wire.client import Connector, HungUp, PeerClient
+from rl_bridge.transports.wire.ends import Options
 
+_NAME = "the publisher's NIXL server"
 _MAX_PREPARED = 32  # pairs of slots, for each kind of request
 _STALL_S = 0.003  # after so long without a byte the publisher is asked to make progress
 # Reading so few bytes takes no longer than the message that is saved.
 _SOON_NBYTES = 4 << 20
+
+
+# ---- one connection -----------------------------------------------------------------------------
+
+
+class ControlClient(PeerClient[Welcome]):
+    """One publisher, as a reader sees it. Under the consumer's lock, except `report`."""
+
+    def __init__(
+        self,
+        endpoint: NIXLEndpoint,
+        token: bytes,
+        agent: Callable[[], Agent],
+        join: Join,
+        options: Options,
+        *,
+        within_s: float | None = None,
+    ) -> None:
+        """Connect, prove that the token is known, and join, within the shorter of the two times."""
+        self.endpoint = endpoint
+        self.needs_help = True
+        """Whether the publisher must make progress while this side reads."""
+        self.is_fresh = True
+        """Whether nothing was read yet: a connection that is being made always needs help."""
+        self.epoch = 0
+        """Grows when the peer is made anew: reads that were prepared before are void."""
+        self.known_slots: dict[int, Leased] = {}
+        self._deferred: list[bytes] = []
+        self._timeout_s = options.timeout_s
+        connector = Connector(
+            f"{_NAME} {endpoint.server_name}",
+            endpoint.address,
+            endpoint.port,
+            PROTOCOL,
+            timeout_s=options.timeout_s,
+            within_s=within_s,
+            tls=options.tls,
+            has_tls=endpoint.has_tls,
+        )
+        super().__init__(connector, token, endpoint.identity, join)
+        try:
+            self.lease_s = self.welcome.timeout_s
+            self._conn = bytes.fromhex(self.welcome.metadata)
+            self._remote_epoch = self.welcome.epoch
+            self._agent = agent()
+            self.peer = self._agent.add_peer(self._conn, is_new=True)
+        except BaseException:
+            self.hang_up()
+            raise
+
+    # ---- sending --------------------------------------------------------------------------------
+
+    def send_text(self, text: bytes) -> None:
+        """Send the text of a message behind the deferred ones, in one go."""
+        deferred, self._deferred = self._deferred, []
+        self._channel.send_bytes(*deferred, text)
+
+    def send_deferred(self) -> None:
+        """Send the deferred messages that no other message took along."""
+        deferred, self._deferred = self._deferred, []
+        if deferred:
+            self._channel.send_bytes(*deferred)
+
+    # ---- leases ---------------------------------------------------------------------------------
+
+    def ask_for_lease(self, update_id: str, *, generation: int, arena_nbytes: int) -> None:
+        """Ask for a lease; `wait_for_lease` waits for the answer."""
+        self.send(
+            Lease(
+                update_id=update_id,
+                generation=generation,
+                arena_nbytes=arena_nbytes,
+                known=tuple(self.known_slots),
+                needs_help=self.needs_help,
+                epoch=self._remote_epoch,
+            )
+        )
+
+    def wait_for_lease(self, update_id: str) -> Leased:
+        """Wait for the answer to `ask_for_lease`, and note how to read there.
+
+        Raises:
+            StaleUpdate: the publisher released it.
+            SegmentError: it is not what was asked for.
+            AgentError: the connection ended; the publisher may still live.
+            TransferTimeout: the publisher does not answer in time.
+
+        """
+        try:
+            message: Leased | Gone = self.wait_for(
+                (Leased, Gone),
+                within_s=self._timeout_s,
+                is_answer=lambda answer: answer.update_id == update_id,
+            )
+        except HungUp as error:
+            raise AgentError(
+                f"update {update_id}: the connection to its publisher ended."
+            ) from error
+        if isinstance(message, Gone):
+            raise error_of(message)
+        if not len(message.addresses) == len(message.starts) == len(message.nbytes):
+            raise MalformedManifest(
+                f"{self.where} describes update {update_id} with lists of different lengths. "
+                "Use one release on both sides."
+            )
+        self._learn(message)
+        return message
+
+    def _learn(self, leased: Leased) -> None:
+        if leased.moved:
+            self._conn = bytes.fromhex(leased.moved)
+            self._remote_epoch = leased.epoch
+            self.needs_help = True  # as the publisher assumes
+            self._reconnect_peer()
+        if leased.metadata:
+            if any(_overlaps(leased, at) for at in self.known_slots.values()):
+                # The same memory under a new registration: the library must forget the old one.
+                self._reconnect_peer()
+            for metadata in leased.metadata:
+                self._agent.add_peer(bytes.fromhex(metadata))
+        elif leased.slot not in self.known_slots:
+            raise MalformedManifest(
+                f"{self.where} did not say how to reach slot {leased.slot}. Use one release."
+            )
+        self.known_slots[leased.slot] = leased
+
+    def _reconnect_peer(self) -> None:
+        self._agent.remove_peer(self.peer)
+        self.peer = self._agent.add_peer(self._conn, is_new=True)
+        self.known_slots.clear()
+        self.is_fresh = True
+        self.epoch += 1
+
+    def has_lapsed(self, update_id: str) -> bool:
+        """Whether the publisher reported by now that a lease is over; skips its other messages.
+
+        A report about an earlier lease of the same update came before the answer to this lease.
+        """
+        while (text := self._channel.take()) is not None:
+            message = PROTOCOL.parse_publisher(text)
+            if isinstance(message, Lapsed) and message.update_id == update_id:
+                return True
+        return False
+
+    def renew(self, update_id: str) -> None:
+        """Report that this side is still reading."""
+        self.send(Renew(update_id=update_id))
+
+    def help(self, *, is_needed: bool) -> None:
+        """Ask the publisher to make progress, or to stop; asked again, it sees to who serves."""
+        self.needs_help = is_needed
+        self.send(Help(is_needed=is_needed))
+
+    def unlease(self, update_id: str, *, with_next: bool = False) -> None:
+        """Report that this side is done: now, or together with the next message."""
+        message = Unlease(update_id=update_id)
+        if with_next:
+            self._deferred.append(message.model_dump_json().encode())
+        else:
+            self.send(message)
+
+    def catalog(self) -> tuple[Entry, ...]:
+        """Ask for the versions that the publisher holds."""
+        return self.ask(AskCatalog(), Catalog, within_s=self._timeout_s).entries
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def close(self, *, keeps_peer: bool = False) -> None:
+        """Leave, and forget the peer. Idempotent; nothing may be read from the peer meanwhile.
+
+        Args:
+            keeps_peer: another connection goes on with the peer.
+
+        """
+        self.leave()
+        if not keeps_peer and not self._agent.is_closed:
+            self._agent.remove_peer(self.peer)
+
+
+def _overlaps(one: Leased, other: Leased) -> bool:
+    if one.slot == other.slot:
+        return False
+    mine, theirs = _bounds(one), _bounds(other)
+    order = np.argsort(theirs[0])
+    starts, ends = theirs[0][order], theirs[1][order]
+    # Among the ranges that begin before mine ends, only the last can reach into mine.
+    last = np.searchsorted(starts, mine[1], side="left") - 1
+    return bool(((last >= 0) & (ends[last] > mine[0])).any())
+
+
+def _bounds(leased: Leased) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    starts = np.array([*leased.addresses, leased.stamp], np.uint64)
+    return starts, starts + np.array([*leased.nbytes, 1], np.uint64)
+
+
+# ---- reading ------------------------------------------------------------------------------------
 
 
 class Source:
@@ -47,9 +266,11 @@ class Source:
         """Start with a connection that was made."""
         self.client = client
         self._agent = agent
-        self.arenas = RegisteredArenas(arenas, agent)
-        self.arrivals = Arrivals(self.arenas, f"rlb-{client.endpoint.publisher_id[:12]}-in")
-        self._page: StampPage
+        self._registry = SlotRegistry(agent, arenas.place.device)
+        label = f"rlb-{client.endpoint.publisher_id[:12]}-in"
+        self.arrivals = Arrivals(arenas, label, self._registry.add)
+        self._page: torch.Tensor
+        """Where the publisher's stamps arrive."""
         self._page_region: Region | None = None
         self._prepared: dict[Hashable, tuple[Prepared, PartRequest]] = {}
         self._far: dict[Hashable, tuple[Steps, Made | None, PartRequest]] = {}
@@ -60,9 +281,8 @@ class Source:
 
     def _register_page(self) -> None:
         # A new page for each agent: a read of an earlier agent may still land in the old page.
-        raw = torch.zeros(STAMP_NBYTES, dtype=torch.uint8, device="cpu")
-        self._page = StampPage(raw.data_ptr(), raw)
-        self._page_region = self._agent.register([(self._page.address, STAMP_NBYTES)], "DRAM")
+        self._page = torch.zeros(STAMP_NBYTES, dtype=torch.uint8, device="cpu")
+        self._page_region = self._agent.register([(self._page.data_ptr(), STAMP_NBYTES)], "DRAM")
 
     def reconnect(self, client: ControlClient) -> None:
         """Go on over a new connection to the same publisher."""
@@ -78,15 +298,10 @@ class Source:
         self._stamps.clear()
 
     def move_to(self, agent: Agent) -> None:
-        """Go on with a new agent, after the last one was closed.
-
-        Raises:
-            AgentError: the library refuses the memory.
-
-        """
+        """Go on with a new agent, after the last one was closed."""
         self.forget_reads()
         self._agent = agent
-        self.arenas.move_to(agent)
+        self._registry.move_to(agent)
         self._register_page()
 
     def reading(
@@ -103,13 +318,8 @@ class Source:
 
         A `landing` is a slot that is not one of this source: its registration, and a function that
         is called with the number of bytes that have arrived. Without `digest`, nothing is digested.
-
-        Raises:
-            AgentError: the library refuses.
-            MalformedManifest: the publisher's description is impossible.
-
         """
-        mine, on_arrival = (self.arenas.known(slot), None) if landing is None else landing
+        mine, on_arrival = (self._registry[slot], None) if landing is None else landing
         prepared = self._prepare(request, leased, slot, mine)
         return Reading(
             self._agent,
@@ -180,7 +390,7 @@ class Source:
         if found is None:
             nbytes = np.array([STAMP_NBYTES])
             far = _rows(np.array([leased.stamp], np.uint64), nbytes, 0)
-            near = _rows(np.array([self._page.address], np.uint64), nbytes, 0)
+            near = _rows(np.array([self._page.data_ptr()], np.uint64), nbytes, 0)
             lists = (
                 self._agent.prepare(None, near, "DRAM"),
                 self._agent.prepare(self.client.peer, far, "DRAM"),
@@ -351,6 +561,8 @@ class Job:
 
     def release(self) -> None:
         """Let the slot be used again: no byte can land there any longer. Idempotent."""
+        if self.shared is not None:
+            self.shared.release()
         if self.slot is not None:
             self.source.arrivals.abandon(self.slot)
             self.slot = None

@@ -47,8 +47,7 @@ def find() -> tuple[Any, str]:
                 continue
             _quieten()
             return module, _version(package)
-    msg = f"no package of NIXL can be imported ({'; '.join(causes)})"
-    raise ImportError(msg)
+    raise ImportError(f"no package of NIXL can be imported ({'; '.join(causes)})")
 
 
 def is_installed() -> bool:
@@ -102,12 +101,12 @@ def new_agent(module: Any, name: str, backend: str, params: dict[str, str]) -> A
         agent = module.nixl_agent(name, config)
         if backend not in agent.get_plugin_list():
             found = ", ".join(sorted(agent.get_plugin_list()))
-            msg = f"it has no plugin {backend!r}, but: {found}"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"it has no plugin {backend!r}, but: {found}")
         agent.create_backend(backend, params)
     except failures(module) as error:
-        msg = f"NIXL is here and its backend {backend!r} cannot be opened: {error}"
-        raise RuntimeError(msg) from error
+        raise RuntimeError(
+            f"NIXL is here and its backend {backend!r} cannot be opened: {error}"
+        ) from error
     return agent
 
 
@@ -190,14 +189,12 @@ def causes() -> dict[str, str | None]:
             command_without_torch(__name__), capture_output=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        msg = f"its backends cannot be asked: {error}"
-        raise RuntimeError(msg) from error
+        raise RuntimeError(f"its backends cannot be asked: {error}") from error
     # The library and its backends write there too; the answer is the last marked line.
     lines = child.stdout.decode("utf-8", "replace").splitlines()
     found = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
     if not found:
-        msg = f"the process that opens its backends ended with {child.returncode}"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"the process that opens its backends ended with {child.returncode}")
     answer: dict[str, str | None] = json.loads(found[-1])
     return answer
 

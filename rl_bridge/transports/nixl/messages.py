@@ -2,18 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    StrictStr,
-)
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from rl_bridge.transports.wire.channel import (
     Count,
+    Endpoint,
     Gone,
     Handle,
     Message,
@@ -21,11 +14,7 @@ from rl_bridge.transports.wire.channel import (
     PeerProtocol,
     Text,
     UpdateId,
-    checked_address,
 )
-
-MAGIC = b"rlbnixl1"
-"""Names this transport's protocol in greetings."""
 
 MAX_MESSAGE_NBYTES = 16 << 20
 """The addresses of a live model's parameters travel in one message."""
@@ -185,7 +174,7 @@ class Catalog(Message):
 FromReader = Lease | Renew | Help | Unlease | AskCatalog
 
 PROTOCOL = PeerProtocol(
-    magic=MAGIC,
+    magic=b"rlbnixl1",
     join=Join,
     welcome=Welcome,
     from_receiver=(Lease, Renew, Help, Unlease, AskCatalog),
@@ -197,31 +186,21 @@ PROTOCOL = PeerProtocol(
 # ---- where a publisher can be read --------------------------------------------------------------
 
 
-class NIXLEndpoint(BaseModel):
+class NIXLEndpoint(Endpoint):
     """One rank's parameter server. In a group each rank's manifest has its own endpoint.
 
     Anybody who has an endpoint with a token can read the weights: keep it as safe as the manifests.
 
     Attributes:
-        address: in numbers.
-        port: where the control server listens.
+        address: see `Endpoint`, as for the other fields that are not listed here.
         server_name: the control server's name, with its rank.
-        publisher_id: the publisher of the versions.
         token: the shared secret, 64 hexadecimal digits; None if both sides were given it.
-        backend: what carries the bytes.
-        has_tls: whether its control connections have TLS.
 
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    address: Annotated[StrictStr, AfterValidator(checked_address)]
-    port: Annotated[StrictInt, Field(ge=1, lt=2**16)]
     server_name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.:-]{1,160}$")]
-    publisher_id: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
     token: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     backend: Annotated[StrictStr, Field(pattern=r"^[A-Z0-9_]{1,32}$")] = "UCX"
-    has_tls: StrictBool = False
 
     @property
     def identity(self) -> str:

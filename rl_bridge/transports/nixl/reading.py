@@ -11,14 +11,15 @@ Which bytes are read from where, and in which steps, is planned once per slot an
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.memory.arrival_digest import BESIDE_NBYTES, ArrivalDigest, Digester
-from rl_bridge.memory.slots import STAMP_NBYTES, Slot, Stamp, parse_stamp
+from rl_bridge.memory.slots import Slot, Stamp, parse_stamp
 from rl_bridge.transports.nixl.agent import Agent, AgentError, Made
 from rl_bridge.transports.nixl.messages import Leased
 
@@ -87,11 +88,10 @@ def plan_steps(
     # Each number is checked before the sum: a sum of absurd numbers may wrap around.
     is_absurd = (at > arena_nbytes) | (size > arena_nbytes) | (size < 1) | (ends > arena_nbytes)
     if is_absurd.any() or (ends[:-1] > at[1:]).any():
-        msg = (
+        raise MalformedManifest(
             f"update {leased.update_id}: its publisher's ranges do not fit its arena. Publish "
             "again, with one release on both sides."
         )
-        raise MalformedManifest(msg)
     if starts is None or nbytes is None:
         low, high = at, ends
         source = np.arange(len(at))
@@ -177,23 +177,6 @@ class Prepared:
     """The descriptors of this side that the reads were made of; None if there are no reads."""
 
 
-class StampPage:
-    """Where one publisher's stamps arrive."""
-
-    def __init__(self, address: int, raw: Any) -> None:
-        """Use the registered memory of the tensor `raw`, and keep the tensor alive."""
-        self.address = address
-        self._bytes = raw.numpy()
-
-    def take(self) -> Stamp | None:
-        """Parse the stamp that arrived."""
-        return parse_stamp(self._bytes[:STAMP_NBYTES].tobytes())
-
-    def clear(self) -> None:
-        """Forget the last stamp."""
-        self._bytes.fill(0)
-
-
 class Reading:
     """One version that is being read into a slot."""
 
@@ -201,7 +184,7 @@ class Reading:
         self,
         agent: Agent,
         prepared: Prepared,
-        page: StampPage,
+        page: torch.Tensor,
         *,
         slot: Slot,
         digest: ArrivalDigest | None,
@@ -300,7 +283,7 @@ class Reading:
         return False
 
     def _post_stamp(self) -> None:
-        self._page.clear()
+        self._page.zero_()
         self._stamping = self._prepared.stamp
         if self._agent.post(self._stamping) == "DONE":
             self._stamping = None
@@ -311,7 +294,7 @@ class Reading:
         return self._stamping is None
 
     def _checked(self) -> bool:
-        self.stamp = self._page.take()
+        self.stamp = parse_stamp(self._page.numpy().tobytes())
         found = None if self.stamp is None else (self.stamp.update_id, self.stamp.generation)
         if found != self._expected:
             self.is_torn = True

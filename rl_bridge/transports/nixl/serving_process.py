@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,16 +30,13 @@ from rl_bridge.transports.nixl import serving
 from rl_bridge.transports.nixl.agent import AgentError, Counters, Host, Kind, Region
 from rl_bridge.transports.nixl.library import command_without_torch
 from rl_bridge.transports.nixl.serving import MAX_MESSAGE_NBYTES
+from rl_bridge.transports.wire.channel import close_in_children
 
 _LOG = logging.getLogger(__name__)
 
 _REMEDY = "Try again, or let the publisher serve by itself: serve='inline'."
 
-_FIRST_START_S = 60.0
-_LEAST_START_S = 5.0
-# A process that takes the place of another one may take so many times as long to start as the first
-# one did, however slow this machine is; and longer for each segment, which some networks pin.
-_STARTS = 10
+_START_S = 60.0  # and longer for each segment, which some networks pin
 _ANSWER_S = 20.0
 _PIN_NBYTES_PER_S = 1 << 28  # fresh pages are zeroed, too
 _REFUSAL_S = 0.5  # a publisher that needs more memory mapped waits so long for a refusal
@@ -56,7 +52,6 @@ class _FarRegion(Region):
         super().__init__(key, 1)
         self.segment = segment
         self.metadata = b""
-        self.refusal = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,23 +105,17 @@ class ServingProcess(Host):
         self._keys = 0
         self._regions: dict[int, _FarRegion] = {}
         self._expected: deque[_Expected] = deque()
-        self._awaited: _FarRegion | None = None
-        """The region of a caller that waits for its refusal."""
         self._is_starting = False
         self._is_helping = False
-        self._start_s = _FIRST_START_S
-        _ALL.add(self)
-        began = time.monotonic()
         self._start()
         try:
-            self._wait(None, _FIRST_START_S)
+            self._wait(None, _START_S)
         except BaseException:
             self._end(is_hung=True)  # half-started, it would seem to serve
             raise
         if not self.is_serving:
             self._end(is_hung=True)
             raise TransportUnavailable("nixl", self.ended, _REMEDY)
-        self._start_s = max(_LEAST_START_S, _STARTS * (time.monotonic() - began))
 
     # ---- the process ----------------------------------------------------------------------------
 
@@ -138,6 +127,7 @@ class ServingProcess(Host):
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._line = mine
+            close_in_children(mine)  # a copy there would keep the process alive
             with theirs:
                 self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own words
                     command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL
@@ -152,7 +142,7 @@ class ServingProcess(Host):
         self.epoch += 1
         self.is_hopeless = self._is_helping = False
         self._is_starting = True
-        self._ask("open", self._start_s, **self._options)
+        self._ask("open", _START_S, **self._options)
         for region in self._regions.values():
             self._map(region)
 
@@ -217,10 +207,10 @@ class ServingProcess(Host):
             refusal = f"in the process that serves reads: {answer['error']}"
             if region is None:
                 self._end(refusal)
-            else:  # other memory is served
+            else:  # its caller is told, or its readers; other memory is served
                 region.refusal = refusal
-                if region is not self._awaited:
-                    _LOG.warning("readers cannot be served from new memory: %s", refusal)
+                if region.descriptors in self._regions:
+                    _LOG.warning("a version's memory cannot be served: %s", refusal)
         elif region is not None:
             region.address, region.metadata = answer["address"], bytes.fromhex(answer["metadata"])
             self.made.registrations += 1
@@ -233,9 +223,6 @@ class ServingProcess(Host):
 
         Returns:
             Whether it serves; else it is starting, or has to map something first.
-
-        Raises:
-            AgentError: it cannot be started.
 
         """
         with self._lock:
@@ -267,8 +254,6 @@ class ServingProcess(Host):
     def _end(self, refusal: str = "", *, is_hung: bool = False) -> None:
         """End the process, and note how it ended."""
         what = f"did not {self._expected[0].what!r}" if self._expected else "is gone"
-        if is_hung and self._is_starting:
-            self._start_s *= 2  # this machine is slower than when the first one started
         self._expected.clear()
         self._is_starting = False
         line, self._line = self._line, None
@@ -313,7 +298,7 @@ class ServingProcess(Host):
         pinning_s = sum(one.pin_s for one in self._expected) + _pin_s(region)
         self._ask(
             "map",
-            pinning_s + (self._start_s if self._is_starting else self._answer_s),
+            pinning_s + (_START_S if self._is_starting else self._answer_s),
             region,
             region.segment.fd,
             key=region.descriptors,
@@ -356,12 +341,7 @@ class ServingProcess(Host):
         return len(self._regions)
 
     def register(self, ranges: object, kind: Kind, device: int = 0) -> Region:
-        """Refuse: another process can only map segments.
-
-        Raises:
-            AgentError: always.
-
-        """
+        """Refuse: another process can only map segments."""
         del ranges, device
         raise AgentError(f"{kind} that is no segment cannot be served. Set serve='inline'.")
 
@@ -369,44 +349,31 @@ class ServingProcess(Host):
         """Have the process map and register a segment, and each process that takes its place.
 
         A process that does not answer for a moment is not waited for: readers are.
-
-        Raises:
-            AgentError: the library refuses, or no process can be started.
-
         """
         with self._lock:
             self._keys += 1
             region = _FarRegion(self._keys, segment)
+            self.ensure()
+            self._map(region)
+            if not self._is_starting:
+                self._wait(region, _REFUSAL_S)
+            if region.refusal:
+                raise AgentError(region.refusal)
             self._regions[self._keys] = region
             try:
-                self.register_again(region)
+                self.ensure()  # it may have died of it
             except BaseException:
                 self.deregister(region)
                 raise
             return region
 
-    def register_again(self, region: Region) -> None:
-        """Have the process map a segment, and wait a moment for a refusal.
-
-        Raises:
-            AgentError: the library refuses, or no process can be started.
-
-        """
+    def try_again(self, region: Region) -> None:
+        """Have the process map a segment that it refused when nobody waited for its answer."""
         assert isinstance(region, _FarRegion)
         with self._lock:
-            epoch = self.epoch
-            try:
-                self.ensure()
-                if self.epoch == epoch:
-                    self._map(region)
-                if not self._is_starting:
-                    self._awaited = region
-                    self._wait(region, _REFUSAL_S)
-                self.ensure()  # it may have died of it
-            finally:
-                self._awaited = None
+            self.ensure()  # one that is new has mapped it, or will
             if region.refusal:
-                raise AgentError(region.refusal)
+                self._map(region)
 
     def deregister(self, region: Region) -> None:
         """Have the process unmap a segment. Idempotent."""
@@ -439,11 +406,6 @@ class ServingProcess(Host):
             self._regions.clear()
             self._end(is_hung=True)
 
-    def close_socket(self) -> None:
-        """Close the socket; in a forked child its copy, which would keep the process alive."""
-        if self._line is not None:
-            self._line.close()
-
 
 def _name_of(number: int) -> str:
     """Name a signal; real-time signals have no names."""
@@ -451,14 +413,3 @@ def _name_of(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-_ALL: weakref.WeakSet[ServingProcess] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for one in list(_ALL):
-        one.close_socket()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

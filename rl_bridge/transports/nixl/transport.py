@@ -16,25 +16,23 @@ import torch
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.passes import checked_count, checked_flag, checked_threads
+from rl_bridge.memory.passes import checked_count, checked_flag
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
     PublisherEnd,
     Transport,
-    checked_seconds,
 )
 from rl_bridge.transports.nixl import library
 from rl_bridge.transports.nixl.agent import REMEDY, Agent, Counters, Host
-from rl_bridge.transports.nixl.arenas import RegisteredArenas
 from rl_bridge.transports.nixl.library import backend_cause
 from rl_bridge.transports.nixl.messages import STALL_PART, Entry, NIXLEndpoint
+from rl_bridge.transports.nixl.server import InPlaceStore, SlotStore
 from rl_bridge.transports.nixl.serving_process import ServingProcess
-from rl_bridge.transports.nixl.store import InPlaceStore, SlotStore
-from rl_bridge.transports.wire.acceptor import listen
 from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
-from rl_bridge.transports.wire.channel import checked_address, checked_port
-from rl_bridge.transports.wire.tls import TLSFiles, load_tls
+from rl_bridge.transports.wire.ends import Options
+from rl_bridge.transports.wire.server import listen
+from rl_bridge.transports.wire.tls import TLSFiles
 
 _MAX_PORT = 2**16 - 1
 
@@ -93,7 +91,7 @@ class NIXL(Transport):
                 where no reader cuts tensors that way. Weights on a GPU have none.
             max_slots: most versions held in the publisher's memory at a time.
             max_consumers: most readers at a time.
-            num_threads: threads that copy and digest; None takes the usable cores.
+            num_threads: threads that copy and digest; None takes the usable cores, at most 8.
             timeout_s: longest that an import waits while nothing of its update arrives; a lease
                 that its reader does not renew ends after this time.
             tls: certificate, key and authority of this side, also as a mapping: control connections
@@ -106,10 +104,17 @@ class NIXL(Transport):
             WeightBridgeUnavailableError: one of the files of `tls` cannot be used.
 
         """
-        self._address = checked_address(address)
-        self._port = checked_port(port)
+        self._options = Options(
+            address=address,
+            port=port,
+            max_slots=max_slots,
+            max_consumers=max_consumers,
+            num_threads=num_threads,
+            timeout_s=timeout_s,
+            tls=tls,
+        )
         self._rank = checked_count("source_rank", source_rank + 1) - 1
-        if self._port and self._port + self._rank > _MAX_PORT:
+        if port and self._options.port + self._rank > _MAX_PORT:
             raise ValueError(f"port={port!r}: none is left for rank {source_rank}. Lower it.")
         if not isinstance(server_name, str):
             raise TypeError(f"server_name={server_name!r}: expected a text.")
@@ -132,11 +137,6 @@ class NIXL(Transport):
         self._in_place = checked_flag("in_place", in_place)
         self._columns = checked_flag("columns", columns)
         self._serve = self._checked_serve(serve)
-        self._max_slots = checked_count("max_slots", max_slots)
-        self._max_consumers = checked_count("max_consumers", max_consumers)
-        self._num_threads = checked_threads(num_threads)
-        self._timeout_s = checked_seconds("timeout_s", timeout_s)
-        self._tls = load_tls(tls)
 
     def _checked_serve(self, serve: object) -> Literal["process", "inline"]:
         match serve:
@@ -162,13 +162,13 @@ class NIXL(Transport):
 
     def publisher_end(self, publisher_id: str) -> PublisherEnd:
         """Open the trainer's end."""
-        from rl_bridge.transports.nixl.publisher import NIXLPublisher
+        from rl_bridge.transports.nixl.server import NIXLPublisher
 
         self._require_library()
         arenas = self._arenas()
-        port = self._port + self._rank if self._port else 0
+        port = self._options.port and self._options.port + self._rank
         token = secrets.token_hex(32) if self._token is None else self._token
-        listener = listen(self.name, self._address, port)
+        listener = listen(self.name, self._options.address, port)
         host: Host | None = None
         try:
             host = self._host()
@@ -176,7 +176,7 @@ class NIXL(Transport):
             store = (
                 InPlaceStore(host, arenas.place, label)
                 if self._in_place
-                else SlotStore(RegisteredArenas(arenas, host), host, label, self._max_slots)
+                else SlotStore(host, arenas, label, self._options.max_slots)
             )
             address, port = listener.getsockname()[:2]
             endpoint = NIXLEndpoint(
@@ -186,20 +186,17 @@ class NIXL(Transport):
                 publisher_id=publisher_id,
                 token=token if self._token is None else None,
                 backend=self._backend,
-                has_tls=self._tls is not None,
+                has_tls=self._options.tls is not None,
             )
             return NIXLPublisher(
                 listener,
                 endpoint,
                 host,
                 store,
+                self._options,
                 place=arenas.place,
                 columns=self._columns,
                 token=bytes.fromhex(token),
-                max_consumers=self._max_consumers,
-                num_threads=self._num_threads,
-                timeout_s=self._timeout_s,
-                tls=self._tls,
             )
         except BaseException:
             listener.close()
@@ -209,7 +206,7 @@ class NIXL(Transport):
 
     def _host(self) -> Host:
         if self._serve == "process":
-            answer_s = self._timeout_s * STALL_PART
+            answer_s = self._options.timeout_s * STALL_PART
             return ServingProcess(backend=self._backend, params=self._params, answer_s=answer_s)
         return Agent("publisher", backend=self._backend, params=self._params)
 
@@ -225,16 +222,14 @@ class NIXL(Transport):
             make_arenas=self._arenas,
             backend=self._backend,
             token=None if self._token is None else bytes.fromhex(self._token),
-            num_threads=self._num_threads,
-            timeout_s=self._timeout_s,
-            tls=self._tls,
+            options=self._options,
         )
 
     @staticmethod
     def counters(*ends: PublisherEnd | ConsumerEnd | None) -> Counters:
         """The counters of these ends of this transport, added up; zeros for None."""
         from rl_bridge.transports.nixl.consumer import NIXLConsumer
-        from rl_bridge.transports.nixl.publisher import NIXLPublisher
+        from rl_bridge.transports.nixl.server import NIXLPublisher
 
         counting = (end for end in ends if isinstance(end, NIXLConsumer | NIXLPublisher))
         return sum((end.counters for end in counting), start=Counters())
@@ -251,7 +246,7 @@ class NIXL(Transport):
 
         """
         from rl_bridge.transports.nixl.consumer import NIXLConsumer
-        from rl_bridge.transports.nixl.publisher import NIXLPublisher
+        from rl_bridge.transports.nixl.server import NIXLPublisher
 
         if isinstance(end, NIXLPublisher):
             return end.catalog()

@@ -6,7 +6,6 @@ both sides have it. A transport adds kinds of messages (`Message`), what its ser
 and a handle that leads there.
 """
 
-from rl_bridge.transports.wire.acceptor import listen
 from rl_bridge.transports.wire.channel import (
     Channel,
     Count,
@@ -26,7 +25,7 @@ from rl_bridge.transports.wire.channel import (
     read_handle,
 )
 from rl_bridge.transports.wire.client import Connector, HungUp, PeerClient
-from rl_bridge.transports.wire.server import Peer, PeerServer
+from rl_bridge.transports.wire.server import Peer, PeerServer, listen
 from rl_bridge.transports.wire.tls import TLS, load_tls
 
 __all__ = [

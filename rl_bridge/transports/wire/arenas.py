@@ -14,6 +14,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,26 @@ class Arenas(ABC):
             WeightBridgeUnavailableError: no memory on the device.
 
         """
+
+    def slot_maker(
+        self, label: str, ready: Callable[[Slot], object] = lambda _: None
+    ) -> Callable[[int], Slot]:
+        """Make the function that makes a ring's slots, and calls `ready` with each.
+
+        `label` names the memory in the system's lists.
+        """
+        numbers = itertools.count(1)
+
+        def make(arena_nbytes: int) -> Slot:
+            slot = self.make_slot(f"{label}-{next(numbers)}", arena_nbytes)
+            try:
+                ready(slot)
+            except BaseException:
+                slot.close()
+                raise
+            return slot
+
+        return make
 
     @abstractmethod
     def pin(self, slot: Slot, update_id: str, arena_nbytes: int) -> Pin:
@@ -155,11 +176,10 @@ class _TensorArena:
                 self.nbytes, dtype=torch.uint8, device=place.device
             )
         except torch.OutOfMemoryError as error:
-            msg = (
+            raise WeightBridgeUnavailableError(
                 f"no {self.nbytes} bytes on {place.device} for a version: {error}. Free some, or "
                 "lower max_slots."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
+            ) from error
 
     @property
     def address(self) -> int:
@@ -210,6 +230,15 @@ _KEPT_LAYOUTS = 4  # layouts may take turns, such as those of whole models and o
 
 
 @dataclass(slots=True)
+class _Layout:
+    """A layout, and what was planned for versions of it."""
+
+    table: TensorTable
+    arrival: ArrivalPlan | None = None
+    reading: Pass | None = None
+
+
+@dataclass(slots=True)
 class Arrival:
     """One version that arrived whole."""
 
@@ -226,20 +255,16 @@ class Arrival:
 class Arrivals:
     """All versions of one publisher that are in this process. Thread-safe."""
 
-    def __init__(self, arenas: Arenas, label: str) -> None:
-        """Start empty; `label` names the memory in the system's lists."""
+    def __init__(
+        self, arenas: Arenas, label: str, ready: Callable[[Slot], object] = lambda _: None
+    ) -> None:
+        """Start empty; for `label` and `ready` see `Arenas.slot_maker`."""
         self._arenas = arenas
-        self._label = label
-        self._numbers = itertools.count(1)
         self._lock = threading.RLock()
-        self._ring = SlotRing(self._make_slot, limit=_UNLIMITED, name_holders=lambda _: [])
+        make_slot = arenas.slot_maker(label, ready)
+        self._ring = SlotRing(make_slot, limit=_UNLIMITED, name_holders=lambda _: [])
         self._arrived: OrderedDict[str, Arrival] = OrderedDict()
-        self._plans: OrderedDict[str, ArrivalPlan] = OrderedDict()
-        self._tables: OrderedDict[str, TensorTable] = OrderedDict()
-        self._passes: OrderedDict[str, Pass] = OrderedDict()
-
-    def _make_slot(self, arena_nbytes: int) -> Slot:
-        return self._arenas.make_slot(f"{self._label}-{next(self._numbers)}", arena_nbytes)
+        self._layouts: dict[str, _Layout] = {}
 
     # ---- while a version arrives ----------------------------------------------------------------
 
@@ -260,12 +285,13 @@ class Arrivals:
         """The slot's bytes."""
         return self._arenas.tensor(slot, arena_nbytes)
 
-    def learn(self, table: TensorTable) -> None:
-        """Note a layout before its first version arrives."""
+    def learn(self, table: TensorTable) -> _Layout:
+        """Note a layout, also before its first version arrives."""
         with self._lock:
-            self._tables[table.digest] = table
-            self._tables.move_to_end(table.digest)
-            keep_newest(self._tables, _KEPT_LAYOUTS)
+            found = self._layouts.pop(table.digest, None) or _Layout(table)
+            self._layouts[table.digest] = found  # as the newest
+            keep_newest(self._layouts, _KEPT_LAYOUTS)
+            return found
 
     def digest_of(
         self, layout_digest: str, slice_nbytes: int, slot: Slot, arena_nbytes: int
@@ -274,14 +300,12 @@ class Arrivals:
         if self._arenas.place.device.type != "cpu":
             return None
         with self._lock:
-            table = self._tables.get(layout_digest)
-            if table is None or table.arena_nbytes != arena_nbytes:
+            layout = self._layouts.get(layout_digest)
+            if layout is None or layout.table.arena_nbytes != arena_nbytes:
                 return None  # a longer layout's digest would read beyond the slot
-            plan = self._plans.get(layout_digest)
-            if plan is None or plan.slice_nbytes != slice_nbytes:
-                plan = self._plans[layout_digest] = ArrivalPlan(table, slice_nbytes)
-                keep_newest(self._plans, _KEPT_LAYOUTS)
-            return plan.start(slot.address)
+            if layout.arrival is None or layout.arrival.slice_nbytes != slice_nbytes:
+                layout.arrival = ArrivalPlan(layout.table, slice_nbytes)
+            return layout.arrival.start(slot.address)
 
     def commit(self, arrival: Arrival) -> None:
         """Note that a version arrived: from now on it can be attached."""
@@ -326,15 +350,13 @@ class Arrivals:
                 (arrival.arena_nbytes, arrival.generation),
             )
             if expected != found:
-                msg = (
+                raise SegmentError(
                     f"update {update_id} arrived with (bytes, write) {found}, but the manifest "
                     f"says {expected}. Use the manifest as it was published."
                 )
-                raise SegmentError(msg)
             pin = self._arenas.pin(arrival.slot, update_id, arrival.arena_nbytes)
             pin.header = arrival.header
             arrival.is_claimed = True
-            self.learn(table)
             made = self.attach_pin(pin, table, num_threads=num_threads)
             made.digested(arrival.digests if arrival.layout_digest == table.digest else None)
             return made
@@ -372,11 +394,10 @@ class Arrivals:
 
     def _pass(self, table: TensorTable) -> Pass:
         """Make the pass that reads versions of a layout, once."""
-        found = self._passes.get(table.digest)
-        if found is None:
-            found = self._passes[table.digest] = self._arenas.place.plan(table.nbytes_column)
-            keep_newest(self._passes, _KEPT_LAYOUTS)
-        return found
+        layout = self.learn(table)
+        if layout.reading is None:
+            layout.reading = self._arenas.place.plan(table.nbytes_column)
+        return layout.reading
 
     def drop(self, update_id: str) -> None:
         """Forget a version that nobody imported: its publisher released it."""
@@ -411,6 +432,6 @@ class Arrivals:
         """Release everything; tensors keep the memory that they show."""
         with self._lock:
             self._arrived.clear()
-            self._passes.clear()
+            self._layouts.clear()
             self._ring.close()
             self._arenas.close()

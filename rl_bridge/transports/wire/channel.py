@@ -33,6 +33,7 @@ from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, Union
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -43,7 +44,13 @@ from pydantic import (
     ValidationError,
 )
 
-from rl_bridge.errors import MalformedManifest, SegmentError, StaleUpdate, WeightBridgeError
+from rl_bridge.errors import (
+    MalformedManifest,
+    SegmentError,
+    StaleUpdate,
+    TransportUnavailable,
+    WeightBridgeError,
+)
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.holding import Holding
@@ -181,7 +188,7 @@ class Channel:
         # send into the middle of a message. The `flush` that it interrupted sends its message.
         # With TLS, reading has its turn by the same lock: both change one session.
         self._turn = threading.Lock()
-        _CHANNELS.add(self)
+        close_in_children(connection)
         self.flush()
 
     @property
@@ -205,8 +212,9 @@ class Channel:
         """Send messages' texts in one go."""
         longest = max(map(len, texts))
         if longest > self._max_message_nbytes:
-            msg = f"a message of {longest} bytes, at most {self._max_message_nbytes}. Send less."
-            raise MalformedManifest(msg)
+            raise MalformedManifest(
+                f"a message of {longest} bytes, at most {self._max_message_nbytes}. Send less."
+            )
         self.send_raw(b"".join(_LENGTH.pack(len(text)) + text for text in texts))
 
     def send_raw(self, data: bytes) -> None:
@@ -335,7 +343,6 @@ class Channel:
     def close(self) -> None:
         """Hang up. Idempotent."""
         self.is_lost = True
-        _CHANNELS.discard(self)
         self.socket.close()
 
 
@@ -351,14 +358,17 @@ def _set_keepalive(connection: socket.socket, timeout_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
 
 
-_CHANNELS: weakref.WeakSet[Channel] = weakref.WeakSet()
+_SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_children(one: socket.socket) -> None:
+    """Have a socket closed in forked children: with a copy there, a peer would not see its end."""
+    _SOCKETS.add(one)
 
 
 def _close_in_child() -> None:
-    # With a copy of the socket in a child, the peer would not notice that this process is gone.
-    for channel in list(_CHANNELS):
-        channel.is_lost = True
-        channel.socket.close()
+    for one in list(_SOCKETS):
+        one.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -584,6 +594,41 @@ def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(address)
 
 
+class Endpoint(BaseModel):
+    """Where a publisher listens, and how it is recognised; a transport adds what it needs besides.
+
+    Attributes:
+        address: of the publisher, in numbers.
+        port: where it listens.
+        publisher_id: the publisher of the versions.
+        backend: what carries the bytes.
+        has_tls: whether its control connections have TLS.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: Annotated[StrictStr, AfterValidator(checked_address)]
+    port: Annotated[StrictInt, Field(ge=1, lt=2**16)]
+    publisher_id: UpdateId
+    backend: StrictStr
+    has_tls: StrictBool = False
+
+    def require_backend(self, transport: str, backend: str) -> None:
+        """Check that both sides use the same backend.
+
+        Raises:
+            TransportUnavailable: they do not.
+
+        """
+        if self.backend != backend:
+            raise TransportUnavailable(
+                transport,
+                f"the publisher sends over {self.backend} and this side was made for {backend}",
+                "Give both sides the same backend=.",
+            )
+
+
 class Handle(BaseModel):
     """The part of a manifest that leads to the bytes."""
 
@@ -607,9 +652,8 @@ def read_handle(kind: type[_Handle], manifest: WeightUpdateManifest) -> _Handle:
     """
     handle = manifest.parse_handle(kind)
     if handle.publisher_id != manifest.publisher_id:
-        msg = (
+        raise MalformedManifest(
             f"update {manifest.update_id}: its handle names publisher {handle.publisher_id}, but "
             f"the manifest names {manifest.publisher_id}. Send the manifest as it was published."
         )
-        raise MalformedManifest(msg)
     return handle

@@ -33,8 +33,10 @@ from rl_bridge.transports.wire.channel import (
 )
 from rl_bridge.transports.wire.tls import TLS, unlike
 
-# The network failed; the publisher may be well.
-_NETWORK = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
+# The network failed, or this machine is short of something; the publisher may be well.
+_NETWORK = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAFNOSUPPORT)
+_HERE = frozenset({*_NETWORK, *_SHORTAGES})
 _RETRY_MS = 100
 
 _KEPT_REPORTS = 6
@@ -123,44 +125,34 @@ class Connector(Generic[_Welcomed]):
             if not is_last:  # a publisher that is dying stops listening within a moment
                 left_ms = (self.until - time.monotonic()) * 1e3
                 select.poll().poll(max(0, min(_RETRY_MS, left_ms)))
-        msg = (
+        raise WeightBridgeUnavailableError(
             f"{self.where} hung up in the greeting, before it looked at the token: too many "
             f"receivers came at once, or another program listens there by now{self._hint}. Import "
             "again; if that does not help, raise the publisher's max_consumers, or publish again."
         )
-        raise WeightBridgeUnavailableError(msg)
 
     def _open(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        connection: socket.socket | None = None
         try:
             connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        except OSError as error:
-            msg = (
-                f"{self.where} cannot be reached: this process gets no socket ({error}). Raise its "
-                "limit of open files (ulimit -n), or check that the machine has this kind of "
-                "address, then import again."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
-        try:
             connection.settimeout(max(0.001, self.until - time.monotonic()))
             connection.connect((self._address, self._port))
-        except TimeoutError as error:
-            connection.close()
-            raise _late(self.where, "be reached", self.within_s) from error
         except OSError as error:
-            connection.close()
-            if error.errno in _NETWORK:
-                msg = (
-                    f"{self.where} cannot be reached: {error}. Check that the network works and "
-                    "that this machine has a route there, then import again; or give the publisher "
-                    "an address= that can be reached."
-                )
-                raise WeightBridgeUnavailableError(msg) from error
-            msg = (
+            if connection is not None:
+                connection.close()
+            if isinstance(error, TimeoutError):
+                raise _late(self.where, "be reached", self.within_s) from error
+            if error.errno in _HERE:
+                raise WeightBridgeUnavailableError(
+                    f"{self.where} cannot be reached: {error}. Check that the network works, that "
+                    "this machine has a route there, and this process descriptors left (ulimit "
+                    "-n), then import again; or give the publisher an address= that can be reached."
+                ) from error
+            raise SegmentError(
                 f"{self.where} cannot be reached: {error}. Its bridge was closed, or it died: "
                 "publish again."
-            )
-            raise SegmentError(msg) from error
+            ) from error
         return connection
 
     @property
@@ -184,11 +176,10 @@ class Connector(Generic[_Welcomed]):
             return False
         nonce = Greeting.nonce_of(self.protocol.magic, hello)
         if nonce is None:
-            msg = (
+            raise SegmentError(
                 f"what listens at {self._address} port {self._port} is no publisher of this "
                 "transport. Use the manifest or init info of one that runs now."
             )
-            raise SegmentError(msg)
         greeting = Greeting(self.protocol.magic, token, identity, nonce)
         answer = greeting.answer(fresh_nonce())
         channel.send_raw(answer)
@@ -196,14 +187,12 @@ class Connector(Generic[_Welcomed]):
         if proof is None:
             return False
         if proof == Greeting.refusal:
-            msg = (
+            raise SegmentError(
                 f"{self.where} refuses this side: the token is not its own. Use the manifest or "
                 "init info of the publisher that runs now."
             )
-            raise SegmentError(msg)
         if not greeting.is_proven_by(proof, answer):
-            msg = f"{self.where} does not know the token. Use its own init info."
-            raise SegmentError(msg)
+            raise SegmentError(f"{self.where} does not know the token. Use its own init info.")
         return True
 
 
@@ -351,8 +340,9 @@ class PeerClient(Generic[_Welcomed]):
 
     def _checked(self, message: Any) -> Any:
         if isinstance(message, Refused):
-            msg = f"{self.where} ended the connection: {message.reason}. Publish again."
-            raise SegmentError(msg)
+            raise SegmentError(
+                f"{self.where} ended the connection: {message.reason}. Publish again."
+            )
         if message is None:
             raise SegmentError(f"{self.where} {_OTHER_RELEASE}")
         return message

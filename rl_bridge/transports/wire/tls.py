@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from rl_bridge.errors import CertificateRefused, WeightBridgeError, WeightBridgeUnavailableError
 
@@ -21,14 +21,17 @@ _LOG = logging.getLogger(__name__)
 _CHUNK: Final = 1 << 16
 _RECORDS: Final = frozenset({0x15, 0x16})  # alert, handshake: TLS begins with one of the two
 _PLAIN: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST"})
-_NO_CHECK_TIME: Final = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME: Python has no name for it
-_ROUNDS: Final = 4
+# OpenSSL's numbers for what is wrong with a certificate (x509_vfy.h).
+_WRONG: Final = {
+    **dict.fromkeys((10,), "it has expired"),
+    **dict.fromkeys((9,), "it is not valid yet"),
+    **dict.fromkeys((2, 18, 19, 20, 21), "another authority signed it"),
+    **dict.fromkeys((62, 64), "it names another host"),
+}
 _QUIET_S: Final = 5.0
 _MAX_REASONS: Final = 64
 _MAX_ANSWERS_NBYTES: Final = 1 << 20
 
-# OpenSSL's numbers for what is wrong with a certificate (x509_vfy.h).
-_EXPIRED, _NOT_YET, _FOREIGN, _OTHER_HOST = {10}, {9}, {2, 18, 19, 20, 21}, {62, 64}
 _REMEDY: Final = "`rl-bridge certs` makes all that a run needs."
 
 
@@ -138,10 +141,6 @@ class Session:
             return
         self.is_established = True
 
-    def peer(self) -> dict[str, Any]:
-        """The other side's certificate, if this side asked for it and accepted it."""
-        return self._object.getpeercert() or {}
-
 
 class TLS:
     """What the two ends of connections need, made of files that were read once.
@@ -173,7 +172,8 @@ class TLS:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
             except ssl.SSLError as error:
                 raise _unusable(option, path, "it holds no certificate in PEM") from error
-        self._own = _read(files)
+        # The public functions only show certificates of peers that were accepted.
+        self._own: dict[str, Any] = ssl._ssl._test_decode_cert(str(files.cert))  # type: ignore[attr-defined] # noqa: SLF001
         self._check_time()
         self.client = self._context(ssl.PROTOCOL_TLS_CLIENT)
         self._server = self._context(ssl.PROTOCOL_TLS_SERVER)
@@ -181,10 +181,19 @@ class TLS:
         self._server.num_tickets = 0
 
     def _context(self, protocol: int) -> ssl.SSLContext:
-        context = _with_chain(protocol, self.files)
+        context, files = ssl.SSLContext(protocol), self.files
+        try:
+            context.load_cert_chain(files.cert, files.key, password=_no_password)
+        except ssl.SSLError as error:
+            what = "it holds no private key in PEM"
+            if error.reason == "KEY_VALUES_MISMATCH":
+                what = f"it is not the key of the certificate in cert={str(files.cert)!r}"
+            raise _unusable("key", files.key, what) from error
+        except ValueError as error:
+            raise _unusable("key", files.key, "a password is asked for it") from error
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(self.files.ca)
+        context.load_verify_locations(files.ca)
         return context
 
     def _check_time(self) -> None:
@@ -242,18 +251,11 @@ def files_of(given: object) -> TLSFiles | None:
 
     """
     if isinstance(given, Mapping):
-        try:
-            return TLSFiles.model_validate(dict(given))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            msg = (
-                f"tls: {'.'.join(map(str, first['loc']))}: {first['msg']}. Expected the paths of "
-                "cert, key and ca."
-            )
-            raise ValueError(msg) from error
+        return TLSFiles.model_validate(dict(given))
     if given is not None and not isinstance(given, TLSFiles):
-        msg = f"tls is a {type(given).__name__}, expected TLSFiles(cert=..., key=..., ca=...)."
-        raise TypeError(msg)
+        raise TypeError(
+            f"tls is a {type(given).__name__}, expected TLSFiles(cert=..., key=..., ca=...)."
+        )
     return given
 
 
@@ -272,29 +274,26 @@ def unlike(where: str, *, has_tls: bool) -> WeightBridgeUnavailableError:
 
 
 class RefusalLog:
-    """Writes a line about each connection that came in and was refused; of many alike, few.
+    """Writes a line about a connection that came in and was refused; of many alike, few.
 
     Anybody can make such connections, and must not fill a disk with them, nor hide another one.
     """
 
     def __init__(self) -> None:
         """Start with nothing said."""
-        self._quiet: dict[str, tuple[float, int]] = {}
-        """Reason -> when it may be said again, and how often it was not since."""
+        self._said: dict[str, float] = {}
+        """Reason -> when it was said last."""
 
     def say(self, peer: str, reason: str | ssl.SSLError) -> None:
-        """Write it, or count it for the next line with that reason."""
+        """Write it, unless that reason was written just now."""
         why = reason if isinstance(reason, str) else _why_refused(reason)
         now = time.monotonic()
-        until, unsaid = self._quiet.get(why, (0.0, 0))
-        if now < until:
-            self._quiet[why] = until, unsaid + 1
+        if now < self._said.get(why, -_QUIET_S) + _QUIET_S:
             return
-        if len(self._quiet) >= _MAX_REASONS:
-            self._quiet.clear()
-        self._quiet[why] = now + _QUIET_S, 0
-        more = f" (and {unsaid} more meanwhile)" if unsaid else ""
-        _LOG.warning("a connection from %s was refused: %s%s", peer, why, more)
+        if len(self._said) >= _MAX_REASONS:
+            self._said.clear()
+        self._said[why] = now
+        _LOG.warning("a connection from %s was refused: %s", peer, why)
 
 
 def _why_refused(error: ssl.SSLError) -> str:
@@ -326,36 +325,9 @@ def _said(reason: str) -> str:
 
 def _wrong_with(error: ssl.SSLError) -> str:
     """What is wrong with a certificate that this side refused, or with what came in its place."""
-    code = getattr(error, "verify_code", None)
+    what = _WRONG.get(getattr(error, "verify_code", 0), "it is of no use here")
     said = getattr(error, "verify_message", None) or _reason(error) or str(error)
-    what = next(
-        (
-            text
-            for codes, text in (
-                (_EXPIRED, "it has expired"),
-                (_NOT_YET, "it is not valid yet"),
-                (_FOREIGN, "another authority signed it"),
-                (_OTHER_HOST, "it names another host"),
-            )
-            if code in codes
-        ),
-        "it is of no use here",
-    )
     return f"{what} ({str(said).rstrip('.')})"
-
-
-def _with_chain(protocol: int, files: TLSFiles) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    try:
-        context.load_cert_chain(files.cert, files.key, password=_no_password)
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            what = f"it is not the key of the certificate in cert={str(files.cert)!r}"
-            raise _unusable("key", files.key, what) from error
-        raise _unusable("key", files.key, "it holds no private key in PEM") from error
-    except ValueError as error:
-        raise _unusable("key", files.key, "a password is asked for it") from error
-    return context
 
 
 def _no_password() -> str:
@@ -367,37 +339,6 @@ def _unusable(option: str, path: Path, what: str) -> WeightBridgeUnavailableErro
     return WeightBridgeUnavailableError(
         f"{option}={str(path)!r}: {what}, expected {expected} in PEM. Name such a file: {_REMEDY}"
     )
-
-
-def _read(files: TLSFiles) -> dict[str, Any]:
-    """Read this side's own certificate, whoever signed it, and whether it is valid or not.
-
-    The standard module only shows certificates of peers that were accepted. So this side meets
-    itself, once as a server and once as a client: a certificate may be meant for one of them.
-    """
-    near, far = (
-        _with_chain(protocol, files)
-        for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
-    )
-    near.check_hostname = False
-    found: ssl.SSLError | None = None
-    for asking, asked in ((near, far), (far, near)):
-        asked.verify_mode, asking.verify_mode = ssl.CERT_NONE, ssl.CERT_REQUIRED
-        asking.load_verify_locations(files.cert)
-        asking.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
-        asking.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME)
-        caller, called = Session(near, host="itself"), Session(far)
-        nothing = bytearray()
-        try:
-            for _ in range(_ROUNDS):
-                called.feed(caller.take(), nothing)
-                caller.feed(called.take(), nothing)
-        except ssl.SSLError as error:
-            found = error
-        else:
-            return (caller if asking is near else called).peer()
-    assert found is not None
-    raise _unusable("cert", files.cert, _wrong_with(found)) from found
 
 
 def _name(rows: tuple[tuple[tuple[str, str], ...], ...]) -> str:

@@ -9,7 +9,7 @@ __all__ = ["Compiler"]
 
 _ARGUMENTS = {"rows": "*i64", "keys": "*i64", "out": "*i64", "source": "i64"}
 _ARGUMENTS |= {"target": "i64", "numbers": "*i64"}
-_CHOICES = ("COPY", "WIDTH", "CAST", "LOOK")
+_CHOICES = ("COPY", "WIDTH", "LOOK")
 _TIMEOUT_S = 60.0
 
 
@@ -31,9 +31,7 @@ class Compiler:
             return f"no assembler of Triton's: {type(error).__name__}: {error}"
         return None
 
-    def compiled(
-        self, copy: bool, width: int, cast: int, capability: int, look: int
-    ) -> dict[str, Any]:
+    def compiled(self, copy: bool, width: int, capability: int, look: int) -> dict[str, Any]:
         """Registers, spills, instructions and types of one variant."""
         import triton
         from triton.backends.compiler import GPUTarget
@@ -45,16 +43,14 @@ class Compiler:
         source = triton.compiler.ASTSource(
             fn=digest_leaves,
             signature=_ARGUMENTS | dict.fromkeys(_CHOICES, "constexpr"),
-            constexprs={
-                (len(names) + i,): value for i, value in enumerate((copy, width, cast, look))
-            },
+            constexprs={(len(names) + i,): value for i, value in enumerate((copy, width, look))},
             attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 5)},
         )
         target = GPUTarget("cuda", capability, 32)
         made = triton.compile(
             source,
             target=target,
-            options={"num_warps": 1, "maxnreg": most_registers(width, cast, look)},
+            options={"num_warps": 1, "maxnreg": most_registers(width, look)},
         )
         ptx, ttir = made.asm["ptx"], made.asm["ttir"]
         return {

@@ -76,15 +76,15 @@ class Interpreted:
         return getattr(rig, question)("triton", *arguments)
 
     def launches(self) -> list[list[list[int]]]:
-        """Width, cast and leaves of each launch: aligned sources, odd ones, some in the arena."""
+        """Width and leaves of each launch: aligned sources, odd ones, some in the arena."""
         laid = Laid([300, 5000, 0, 5])
         plan = laid.plan("triton")
         return [
-            [[one.width, one.cast, len(one.rows)] for one in _launched(plan, laid.arena, sources)]
+            [[one.width, len(one.rows)] for one in _launched(plan, laid.targets, sources)]
             for sources in (
                 laid.sources,
                 laid.sources + np.array([0, 4, 0, 1], np.uint64),
-                np.where([1, 0, 1, 1], laid.offsets + np.uint64(laid.arena), laid.sources),
+                np.where([1, 0, 1, 1], laid.targets, laid.sources),
             )
         ]
 
@@ -99,21 +99,20 @@ class Interpreted:
                 made.append(1)
                 return rows(*arguments, **options)
 
-            plan, told = laid.plan("triton"), []
+            plan, told, behind = laid.plan("triton"), [], laid.targets + np.uint64(256)
             patch.setattr(LeafTable, "rows", counted)
             calls: list[Callable[[], object]] = [
-                lambda: plan.digest(laid.arena),
-                lambda: plan.pack(laid.sources, laid.arena),
-                lambda: plan.pack(laid.sources, laid.arena),
-                # The places in an arena, as addresses: known, whichever arena it is.
-                lambda: plan.digest_at(laid.offsets + np.uint64(laid.arena)),
-                lambda: plan.digest_at(laid.offsets + np.uint64(laid.arena + 256)),
-                lambda: plan.digest_at(laid.sources + np.uint64(1)),
-                lambda: plan.digest_at(laid.sources + np.uint64(2)),
-                lambda: plan.digest_at(laid.sources + np.uint64(1)),
+                lambda: plan.copy_digest(laid.sources, laid.targets),
+                lambda: plan.copy_digest(laid.sources, laid.targets),
+                # The places in an arena: known, whichever arena it is.
+                lambda: plan.digest(laid.targets),
+                lambda: plan.digest(behind),
+                lambda: plan.digest(laid.sources + np.uint64(1)),
+                lambda: plan.digest(laid.sources + np.uint64(2)),
+                lambda: plan.digest(laid.sources + np.uint64(1)),
                 # Two slots in turn, with one tensor that was gathered into each.
-                lambda: plan.pack(_gathered(laid, laid.arena), laid.arena),
-                lambda: plan.pack(_gathered(laid, laid.arena + 256), laid.arena + 256),
+                lambda: plan.copy_digest(_gathered(laid, laid.targets), laid.targets),
+                lambda: plan.copy_digest(_gathered(laid, behind), behind),
             ]
             for call in calls:
                 made.clear()
@@ -126,7 +125,7 @@ class Interpreted:
         laid = Laid([5])
         plan = laid.plan("triton")
         for shift in range(1, 11):
-            plan.digest_at(laid.sources + np.uint64(shift))
+            plan.digest(laid.sources + np.uint64(shift))
         engine = plan._engine
         assert isinstance(engine, KernelEngine)
         return len(engine._sources._launches)
@@ -147,16 +146,16 @@ def _no_compiler(*_: object) -> None:
     raise RuntimeError("Failed to find C compiler")
 
 
-def _launched(plan: DevicePass, arena: int, sources: np.ndarray) -> list[Any]:
+def _launched(plan: DevicePass, targets: np.ndarray, sources: np.ndarray) -> list[Any]:
     """The launches of one pack."""
     engine = plan._engine
     assert isinstance(engine, KernelEngine)
-    plan.pack(sources, arena)
+    plan.copy_digest(sources, targets)
     return list(engine._packed._launches.values())[-1]
 
 
-def _gathered(laid: Laid, arena: int) -> np.ndarray:
+def _gathered(laid: Laid, targets: np.ndarray) -> np.ndarray:
     """Sources of which the first lies in the arena already."""
     sources = laid.sources
-    sources[0] = arena
+    sources[0] = targets[0]
     return sources

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.cuda.digest import AddressPass
+from rl_bridge.cuda.digest import DevicePass
 from rl_bridge.memory.passes import Addresses, BytePlan
 
 SIZES = np.array([0, 1, 255, 256, 257, 131_072, 300_001, 0, 7], np.uint64)
@@ -28,7 +28,7 @@ def test_copies_and_digests_are_those_of_the_cpus_pass(gaps: int, first: int) ->
     # Only the first of these is a packed arena, which is copied and digested in one go.
     source, target = memory_of(1), memory_of(2)
     src, dst = laid_out(source, 3, first=1), laid_out(target, gaps, first=first)
-    ours, reference = AddressPass(SIZES, torch.device("cpu")), BytePlan(SIZES)
+    ours, reference = DevicePass(SIZES, "cpu"), BytePlan(SIZES)
     assert len(ours) == len(reference)
     assert ours.total_nbytes == reference.total_nbytes
     expected = reference.digest(src)
@@ -45,14 +45,14 @@ def test_what_lies_in_its_place_already_is_digested_there() -> None:
     target = memory_of(2)
     dst = laid_out(target, 256)
     expected = BytePlan(SIZES).digest(dst)
-    assert AddressPass(SIZES, torch.device("cpu")).copy_digest(dst, dst) == expected
+    assert DevicePass(SIZES, "cpu").copy_digest(dst, dst) == expected
 
 
 def test_bytes_between_the_tensors_stay_as_they_are() -> None:
     source, target = memory_of(1), memory_of(2)
     before = target.clone()
     src, dst = laid_out(source, 3), laid_out(target, 7)
-    AddressPass(SIZES, torch.device("cpu")).copy_digest(src, dst)
+    DevicePass(SIZES, "cpu").copy_digest(src, dst)
     written = torch.zeros(len(target), dtype=torch.bool)
     for address, nbytes in zip(dst.tolist(), SIZES.tolist(), strict=True):
         start = address - target.data_ptr()

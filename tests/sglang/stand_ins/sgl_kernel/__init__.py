@@ -31,7 +31,6 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
     def kernel(*_args: Any, **_kwargs: Any) -> Any:
-        msg = f"the CUDA kernel {name} was called on the CPU"
-        raise NotImplementedError(msg)
+        raise NotImplementedError(f"the CUDA kernel {name} was called on the CPU")
 
     return kernel

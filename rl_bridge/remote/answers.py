@@ -1,15 +1,16 @@
-"""Errors as they travel: problem documents (RFC 9457), there and back. Pure.
+"""What a side-car answers: views of its engine and of updates, and problem documents (RFC 9457).
 
 A problem's ``error`` names the exception; at the other end it is raised again by that name, if it
 is one of ours. Anything else of an engine comes out as a `WeightUpdateRejectedError` that quotes
 it.
 """
 
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_bridge import errors
+from rl_bridge.bridge.engine_state import Acknowledgement
 from rl_bridge.errors import (
     BridgeClosed,
     DeadlineExceeded,
@@ -24,6 +25,90 @@ from rl_bridge.errors import (
     WeightManifestValidationError,
     WeightUpdateRejectedError,
 )
+
+Stage = Literal["imported", "prepared", "committed", "aborted", "refused", "undone", "torn"]
+
+
+class _View(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class UpdateView(_View):
+    """One update.
+
+    Attributes:
+        update_id: the update.
+        weight_version: its version.
+        root: its root.
+        stage: how far it got, or what became of it.
+        reason: why it got no further; empty else.
+        acknowledgement: of a committed one.
+
+    """
+
+    update_id: str
+    weight_version: int
+    root: str
+    stage: Stage
+    reason: str = ""
+    acknowledgement: Acknowledgement | None = None
+
+
+class Recovery(_View):
+    """What the start of a side-car found of the one before it.
+
+    Attributes:
+        outcome: ``nothing`` (there was none, or it had committed nothing), ``reinstalled`` (the
+            engine is at `weight_version` again, proven), ``lost`` (its bytes are gone: the engine
+            must get an update before it serves).
+        weight_version: the version that the engine was to hold.
+        interrupted: the update that was on its way when the side-car died, if there was one.
+        interrupted_at: how far that one was: ``prepared``, or ``committing``.
+        detail: in words.
+
+    """
+
+    outcome: Literal["nothing", "reinstalled", "lost"] = "nothing"
+    weight_version: int | None = None
+    interrupted: str | None = None
+    interrupted_at: Literal["prepared", "committing"] | None = None
+    detail: str = ""
+
+
+class Status(_View):
+    """Where the engine stands.
+
+    Attributes:
+        state: ``empty`` (no verified version yet), ``serving``, ``torn`` (must not serve), or
+            ``lost`` (it is gone, or another one is in its place, which needs an update first). This
+            is how the engine was at the last step.
+        servable: whether the engine may answer requests.
+        lost: how it is known that the engine is lost.
+        active_weight_version: the version that it holds.
+        active_update_id: that update.
+        active_root: its root.
+        pending: the update that waits for its next step.
+        busy: what the side-car is doing right now; None if nothing.
+        transport: the transport that the manifests must be of; empty for a bridge of your own.
+        recovery: what the start found.
+        last_acknowledgement: of the update that was committed last in this process.
+
+    """
+
+    state: Literal["empty", "serving", "torn", "lost"]
+    servable: bool
+    lost: str = ""
+    active_weight_version: int | None = None
+    active_update_id: str | None = None
+    active_root: str | None = None
+    pending: UpdateView | None = None
+    busy: str | None = None
+    transport: str = ""
+    recovery: Recovery = Field(default_factory=Recovery)
+    last_acknowledgement: Acknowledgement | None = None
+
+
+# ---- problems, there and back --------------------------------------------------------------------
 
 MEDIA_TYPE: Final = "application/problem+json"
 _PREFIX: Final = "urn:rl_bridge:problem:"
@@ -59,7 +144,7 @@ _BY_ERROR: Final[tuple[tuple[type[WeightBridgeError], int], ...]] = (
 )
 
 
-class Problem(BaseModel):
+class Problem(_View):
     """A problem document.
 
     Attributes:
@@ -71,8 +156,6 @@ class Problem(BaseModel):
         notes: the exception's notes, such as that of an undo.
 
     """
-
-    model_config = ConfigDict(frozen=True)
 
     type: str
     title: str
