@@ -152,6 +152,7 @@ class Host(Protocol):
 
     def try_again(self, region: Region) -> None:
         """Serve a region that was refused late, if that can be by now; never waits."""
+        del region
 
     def deregister(self, region: Region) -> None:
         """End a registration. Idempotent."""
