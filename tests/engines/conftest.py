@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_bridge.testing import processes
+from tests import forked_engines  # noqa: F401 - vLLM's processes begin with what it imports
 from tests.engines.models import Checkpoints
 from tests.engines.references import References
 from tests.engines.trainer import Trainer
@@ -26,6 +28,14 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
 )
+
+
+processes.PRELOADED += [
+    "tests.server_of_engines",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "tests.forked_engines",
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -154,6 +154,21 @@ def test_a_version_that_requests_ask_for_is_not_dropped_however_many_come(
     assert engine.answers() == engine.fresh[2]
 
 
+def test_a_version_stays_while_somebody_holds_a_request_of_it_and_goes_when_he_lets_go(
+    engine: VLLMAdapted,
+) -> None:
+    first = engine.update(0)
+    held = engine.executor.lora_request("policy")
+    for number in (1, 0, 1, 0):
+        engine.update(number)
+        assert engine.asked(held) == engine.fresh[1]
+        assert engine.answers() == engine.fresh[1 + number]
+    del held
+    engine.update(1)
+    with pytest.raises(UnknownUpdate):
+        engine.executor.lora_request("policy", first)
+
+
 def test_an_update_that_finds_no_place_for_held_versions_says_so_and_lands_without_them(
     engine: VLLMAdapted,
 ) -> None:
@@ -207,6 +222,26 @@ def test_a_request_for_a_version_that_was_dropped_is_refused_and_the_engine_serv
     engine.update(0)
     assert engine.answers() == engine.fresh[1]
     assert outputs[0].lora_request.lora_name == copied.lora_name
+
+
+def test_a_number_that_comes_again_after_its_version_was_dropped_has_another_name(
+    engine: VLLMAdapted,
+) -> None:
+    """Below 0.31, vLLM looks cached prefixes up by the name alone."""
+    names = set()
+    prompt = prompts_for([[7] * 300])
+    for number in (0, 1, 0):
+        with make_weight_bridge("shared-memory", suspicious="off") as bridge:
+            weights = engine.weights[number]
+            manifest = bridge.publish(weights, weight_version=7, adapter=spec_of(weights))
+            engine.executor.update_weights(manifest)
+            request = engine.executor.lora_request("policy")
+            names.add(request.lora_name)
+            engine.engine.enqueue(prompt, greedy(), use_tqdm=False, lora_request=request)
+            (output,) = engine.engine.wait_for_completion(use_tqdm=False)
+            assert not output.num_cached_tokens
+            engine.executor.drop_adapter("policy")
+    assert len(names) == 3
 
 
 def test_cached_prefixes_of_one_version_are_never_used_for_another(engine: VLLMAdapted) -> None:
@@ -272,6 +307,44 @@ def test_requests_of_a_serving_engine_go_on_while_versions_come_and_end_under_th
         assert alone[0] != alone[1]
         with pytest.raises(UnknownUpdate, match="is not in the engine any more"):
             engine.answers(PROMPTS[:1], lora_request=late)
+
+
+@pytest.mark.full  # an engine starts
+def test_a_serving_engine_keeps_versions_that_are_held_and_refuses_requests_for_dropped_ones(
+    checkpoints: Checkpoints,
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    setting = Setting(Kind("qwen3"), in_process=False)
+    folders = [checkpoints.adapter(number) for number in (0, 1)]
+    weights = [load_file(f"{folder}/adapter_model.safetensors") for folder in folders]
+    spec = AdapterSpec.of_peft("policy", ADAPTER, [])
+    with (
+        looped(setting, checkpoints.path(setting.kind, 0), **LORA) as engine,
+        make_weight_bridge("shared-memory", suspicious="off") as bridge,
+        executor_for(engine.llm, loop=engine.loop) as executor,
+    ):
+        due, held = [], list[Any]()
+        for version in range(6):
+            manifest = bridge.publish(weights[version % 2], weight_version=version, adapter=spec)
+            executor.update_weights(manifest)
+            bridge.release(manifest.update_id)
+            request = executor.lora_request("policy")
+            due.append(engine.answers(PROMPTS[:1], lora_request=request))
+            held = held or [request]
+            del request
+            assert engine.answers(PROMPTS[:1], lora_request=held[0]) == due[0]
+        assert due[4:] == due[:2]
+        assert due[0] != due[1]
+        given = held.pop()
+        copied = LoRARequest(given.lora_name, given.lora_int_id, given.lora_path)
+        del given
+        manifest = bridge.publish(weights[0], weight_version=6, adapter=spec)
+        executor.update_weights(manifest)
+        with pytest.raises(UnknownUpdate, match="is not in the engine any more"):
+            engine.answers(PROMPTS[:1], lora_request=copied)
+        request = executor.lora_request("policy")
+        assert engine.answers(PROMPTS[:1], lora_request=request) == due[0]
 
 
 @pytest.mark.skipif(

@@ -15,7 +15,7 @@ from rl_bridge import RolloutExecutor
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.vllm import reload
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
-from tests.engines.drive import Setting, answers, executor_for, start
+from tests.engines.drive import PROMPTS, Answers, Setting, answers, executor_for, start
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.test_reload import PlantedError, Served, loader_fails, state
 from tests.engines.trainer import Trainer
@@ -87,6 +87,18 @@ def test_it_is_a_fresh_engine_after_updates_and_failures_and_all_of_it_is_proven
         assert answers(served.llm) == served.fresh[step % 2], f"update {step}"
         assert executor.last_ack is not None
         assert executor.last_ack.proof.root == manifest.root
+
+
+def test_nan_is_refused_before_anything_is_written(
+    served: Served, executor: RolloutExecutor, trainer: Trainer
+) -> None:
+    name = next(name for name in served.weights[1] if "o_proj" in name)
+    weight = served.weights[1][name]
+    # (The last one is a number, and none any more when it is cast.)
+    for damaged in (weight * float("nan"), weight.double() * 1e300):
+        with pytest.raises(IncompatibleUpdate, match=rf"{name!r}.* NaN or Inf"):
+            executor.update_weights(trainer.publish({**served.weights[1], name: damaged}))
+        assert answers(served.llm) == served.fresh[0]
 
 
 def test_what_was_not_derived_anew_is_found_and_undone(
@@ -178,3 +190,37 @@ def test_latent_attention_is_refused_beside_the_serving_one(
     ):
         staged.update_weights(trainer.publish(served.weights[1]))
     assert answers(served.llm) == served.fresh[0]
+
+
+def each(llm: Any) -> list[Answers]:
+    """Answers one at a time: in bf16 the sums depend on what is computed together."""
+    return [answers(llm, (prompt,)) for prompt in PROMPTS]
+
+
+@FULL
+@pytest.mark.timeout(400)
+def test_two_ranks_of_latent_attention_are_updated_together(
+    checkpoints: Checkpoints, trainer: Trainer
+) -> None:
+    setting = Setting(Kind("deepseek", dtype=DTYPE), in_process=False, ranks=2)
+    weights = [checkpoints.weights(setting.kind, version) for version in (0, 1)]
+    with start(setting, checkpoints.path(setting.kind, 1)) as llm:
+        second = each(llm)
+    trainer.release_all()
+    with (
+        start(setting, checkpoints.path(setting.kind, 0)) as llm,
+        executor_for(llm, staging="reload") as executor,
+    ):
+        fresh = [each(llm), second]
+        for step in (1, 2, 3):
+            for rank in (0, 1):
+                llm.collective_rpc("plant_fault", args=("canary", 2, "", rank))
+                with pytest.raises(Exception, match=f"rank {rank}: .*planted"):
+                    executor.update_weights(trainer.publish(weights[step % 2]))
+                llm.collective_rpc("uproot_fault")
+                assert each(llm) == fresh[(step - 1) % 2]
+            manifest = trainer.publish(weights[step % 2])
+            executor.update_weights(manifest)
+            assert each(llm) == fresh[step % 2]
+            assert executor.last_ack is not None
+            assert executor.last_ack.proof.root == manifest.root

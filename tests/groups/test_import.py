@@ -467,6 +467,15 @@ def test_a_handle_that_leads_nowhere_does_not_reject_what_was_published() -> Non
         assert report.state == "acknowledged"
 
 
+def test_a_changed_copy_is_refused_again_without_a_read() -> None:
+    with trainers(2) as group, GroupBridge() as bridge:
+        copy = elsewhere(group.publish(SHARDS, 1))
+        with pytest.raises(MalformedManifest):
+            bridge.import_update(copy)
+        with pytest.raises(WeightUpdateRejectedError, match="was rejected"):
+            bridge.import_update(copy)
+
+
 def test_a_part_says_that_it_comes_with_its_group() -> None:
     with trainers(2) as group, make_weight_bridge("shared-memory") as bridge:
         manifest = group.publish(SHARDS, 1)

@@ -172,6 +172,31 @@ def test_a_closed_journal_claims_nothing(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "publisher.json").read_text())["last_version"] == 5
 
 
+def test_four_threads_that_claim_at_once_stay_monotonic(tmp_path: Path) -> None:
+    taken: list[int] = []
+    lock = threading.Lock()
+    start = threading.Barrier(4)
+    with Journal(tmp_path) as journal:
+
+        def work() -> None:
+            start.wait(30)
+            for version in range(1, 13):
+                try:
+                    journal.reserve(version)
+                except VersionNotMonotonic:
+                    continue
+                with lock:
+                    taken.append(version)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(taken) == len(set(taken)), "a number was handed out twice"
+        assert journal.last_version == max(taken) == 12
+
+
 @forking
 def test_a_forked_child_does_not_keep_the_directory(tmp_path: Path) -> None:
     journal = Journal(tmp_path)

@@ -319,6 +319,21 @@ def test_a_reader_whose_name_cannot_be_printed_does_not_break_the_catalog() -> N
             assert reader.startswith(r"worker '\U0010ffff")
 
 
+def test_a_half_open_connection_makes_room_for_the_readers_next_one() -> None:
+    with trainer_and("rollout") as (publisher, reader):
+        first = publisher.publish(WEIGHTS, weight_version=1)
+        take(reader, first)
+        source = source_of(reader)
+        unheard = source.client._channel.socket.dup()  # so it stays open, and nobody speaks
+        with unheard:
+            source.client.hang_up()
+            second = publisher.publish({"w": WEIGHTS["w"] + 1}, weight_version=2)
+            take(reader, second)
+            server = publisher_end(publisher)._server
+            assert len(server.members) == 1
+            assert states(publisher, first.update_id) == [("alive", "acknowledged")]
+
+
 def test_a_reader_that_connects_again_has_one_record_with_all_that_it_reported() -> None:
     with trainer_and("rollout") as (publisher, reader):
         first = publisher.publish(WEIGHTS, weight_version=1)

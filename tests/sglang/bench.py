@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -225,17 +226,23 @@ def checksums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 @contextmanager
-def _sparing_torch() -> Iterator[None]:
-    """An engine's shutdown ends all children of the process; keep that by which torch shares.
+def _sparing_servers() -> Iterator[None]:
+    """An engine's shutdown ends all children of the process; keep what others come from.
 
-    Without it no tensor of this process could go to a server any more.
+    Without the process by which torch shares, no tensor of this one could go to a server any more;
+    without the one that has imported SGLang, each engine would begin with that.
     """
     process_class: Any = importlib.import_module("psutil").Process
     every = process_class.children
 
     def others(process: Any, recursive: bool = False) -> list[Any]:
         children = every(process, recursive)
-        return [child for child in children if not child.name().startswith("torch_shm")]
+        spared = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        return [
+            child
+            for child in children
+            if child.pid != spared and not child.name().startswith("torch_shm")
+        ]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_class, "children", others)
@@ -287,6 +294,6 @@ class Engines:
             self._bench.trainer.bridge.close()
             self._bench = None
         if self._engine is not None:
-            with _sparing_torch():
+            with _sparing_servers():
                 self._engine.shutdown()
             self._engine = None

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_bridge.testing import processes
+from tests import forked_engines  # noqa: F401 - SGLang's processes begin with what it imports
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 from tests.sglang.bench import Bench, Engines
@@ -34,6 +36,12 @@ os.environ.update(
     SGLANG_USE_CPU_ENGINE="1",
     SGLANG_PLUGINS="rl_bridge",  # and not those that SGLang's own packages bring
 )
+# (Without `tests.forked_engines`: an engine in a child of ours ends what it started as its children.)
+processes.PRELOADED += [
+    "tests.server_of_engines",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:

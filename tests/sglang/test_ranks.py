@@ -70,6 +70,17 @@ def test_a_rank_that_fails_at_any_tensor_takes_the_other_one_back(
         pair.fails_at(executor, tensors, rank=rank)
 
 
+def test_elements_that_no_rank_takes_are_refused(pair: Bench) -> None:
+    """SGLang's loader cuts off what is too long, without a word."""
+    name = "model.layers.0.mlp.gate_proj.weight"
+    rows, columns = pair.weights[0][name].shape
+    longer = pair.next(**{name: torch.zeros(rows + 64, columns)})
+    with executor_for(pair.engine) as executor:
+        with pytest.raises(IncompatibleUpdate, match=r"gate_proj.* takes \d+ of its \d+ elements"):
+            executor.update_weights(pair.trainer.publish(longer))
+        pair.check()
+
+
 @pytest.mark.parametrize(
     ("route", "fault", "rank"),
     few_of(

@@ -696,11 +696,36 @@ def send(store: GroupStore) -> None:
     group.close()
 
 
+def test_only_the_newest_group_s_values_are_kept() -> None:
+    early = _PendingValues()
+    early.add(1, "old", b"1")
+    early.add(2, "new", b"2")
+    early.add(1, "late", b"3")
+    assert early.take(1) == {}
+    early.add(2, "new", b"2")
+    early.add(2, "new", b"4")
+    assert early.take(2) == {"new": b"4"}
+    assert early.take(2) == {}
+
+
 def test_values_without_end_are_not_kept() -> None:
     early, value = _PendingValues(), bytes(1 << 20)
     for number in range(100):
         early.add(1, str(number), value)
     assert len(early.take(1)) == 63
+
+
+def test_silent_strangers_keep_nobody_out(make: Make) -> None:
+    trainer = make("trainer")
+    info = trainer.init_info()
+    silent = [socket.create_connection((info.address, info.port), timeout=20) for _ in range(80)]
+    try:
+        manifest = publish(trainer, 1)
+        imported = make("rollout").import_update(manifest)
+        assert contents_of(imported) == contents_of(sample_weights(1))
+    finally:
+        for connection in silent:
+            connection.close()
 
 
 def test_engines_that_all_come_at_once_get_in() -> None:
