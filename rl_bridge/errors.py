@@ -372,20 +372,23 @@ def is_shortage(error: BaseException) -> bool:
     )
 
 
-SHORTAGE_NUMBERS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EAGAIN})
+SHORTAGE_NUMBERS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOLCK, errno.EAGAIN}
+)
 """What the kernel says if this machine is short of something: the update itself is all right."""
 
 
 def require_sendable(error: BaseException, what: str) -> None:
     """Refuse a request that did not leave this process, which lacks descriptors or memory."""
     link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, OSError) and link.errno in SHORTAGE_NUMBERS:
-            raise WeightBridgeUnavailableError(
-                f"{what} could not be sent: {link}. Close files, or raise this process's limits, "
-                "and try again."
-            ) from error
+    # (The first one says how it failed; behind it may be what the caller was about to handle.)
+    while link is not None and not isinstance(link, OSError):
         link = link.__cause__ or link.__context__
+    if link is not None and link.errno in SHORTAGE_NUMBERS:
+        raise WeightBridgeUnavailableError(
+            f"{what} could not be sent: {link}. Close files, or raise this process's limits, "
+            "and try again."
+        ) from error
 
 
 _SHORTAGES = (

@@ -1,4 +1,4 @@
-"""What the process that engines are forked from does when it starts; it is imported nowhere else."""
+"""What the process does at its start that engines are forked from; imported by it alone."""
 
 import ctypes
 import importlib

@@ -318,7 +318,7 @@ class Publisher:
 
     def own_id(self, update_id: str) -> str:
         """The id by which an update was published here: of one of several parts, its own part's."""
-        with self._lock:
+        with self._turn(may_be_closed=True):
             known = self._updates.items()
             return next((own for own, one in known if one.group_id == update_id), update_id)
 

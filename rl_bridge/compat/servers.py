@@ -4,8 +4,9 @@ A trainer keeps the version that its engines have proven last (`Standing`). Wher
 servers (`EngineServers`), the trainer's first rank publishes whole tensors once, and updates every
 server from there, all at the same time and in two steps. First each server imports, verifies and
 stages the version, and serves on; where one refuses, all of them give it up. Only then each
-installs and proves it. A server that fails in this second step keeps the version before, and the
-others have the new one: the error names it, and the next version brings all of them together again.
+installs and proves it. A server that fails in this second step keeps the version before, unless it
+is torn or lost, and the others have the new one: the error names it, and the next version brings
+all that live together again.
 """
 
 import logging
@@ -18,7 +19,13 @@ import torch
 
 from rl_bridge.bridge import TensorBridge, make_weight_bridge
 from rl_bridge.bridge.executor import TwoPhaseExecutor
-from rl_bridge.errors import WeightBridgeError, WeightUpdateRejectedError, describe
+from rl_bridge.errors import (
+    EngineLost,
+    TornEngine,
+    WeightBridgeError,
+    WeightUpdateRejectedError,
+    describe,
+)
 from rl_bridge.installers import TransactionalAdapter
 from rl_bridge.manifest import WeightUpdateManifest
 
@@ -140,11 +147,16 @@ class EngineServers:
     def _commit(self, manifest: WeightUpdateManifest) -> None:
         failed = self._on_all(lambda executor: executor.commit_weights(manifest))
         if failed:
+            ended = {
+                url: one for url, one in failed.items() if isinstance(one, TornEngine | EngineLost)
+            }
+            state = "which keep the version before"
+            if ended:
+                state = f"of which {', '.join(ended)} must be recovered or started anew"
             raise WeightUpdateRejectedError(
                 f"version {manifest.weight_version} is not in {len(failed)} of "
-                f"{len(self._executors)} engines, which keep the version before; the others have "
-                f"it: {_told(failed)}"
-            ) from next(iter(failed.values()))
+                f"{len(self._executors)} engines, {state}; the others have it: {_told(failed)}"
+            ) from next(iter((ended or failed).values()))
 
     def _on_all(self, do: Callable[[TwoPhaseExecutor], object]) -> dict[str, BaseException]:
         """Do it with all servers at once; what it raised, by url."""

@@ -732,7 +732,9 @@ class AdapterDriver(EngineDriver):
             self.retire(len(self._known[1]))  # only a look
         elif not self._free_a_place():
             gc.collect()  # objects that only each other hold, such as of a kept exception's frames
-            for _ in range(2):  # looks that find a version idle are never closer than that
+            for _ in range(
+                2
+            ):  # looks of a loop that find a version idle are never closer than that
                 time.sleep(_LOOK_S)
                 if self._free_a_place():
                     break

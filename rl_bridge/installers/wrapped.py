@@ -386,7 +386,8 @@ def as_transactional(
     if not isinstance(adapter, TransactionalAdapter):
         return WrappedAdapter(adapter, initial=initial, num_threads=num_threads)
     for name in _ASKED:
-        if inspect.isroutine(inspect.getattr_static(type(adapter), name)):
+        given = inspect.getattr_static(type(adapter), name)
+        if inspect.isfunction(given) or isinstance(given, staticmethod | classmethod):
             raise TypeError(
                 f"weight_install_adapter: {type(adapter).__name__}.{name} is a method, expected a "
                 "property or a value: asked without a call, it would be true. Write @property "

@@ -20,7 +20,7 @@ import torch
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
-from rl_bridge.errors import SegmentError, TransportUnavailable, WeightBridgeUnavailableError
+from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.testing.processes import DEADLINE_S, Child, until
 from rl_bridge.transports.nixl import serving_process
 from rl_bridge.transports.nixl.serving_process import ServingProcess
@@ -250,6 +250,7 @@ def test_memory_that_is_refused_late_costs_its_own_version_and_no_other(
         first = near.publish(tensors, weight_version=1)
         host = publisher_end(near)._host
         assert isinstance(host, ServingProcess)
+        until(lambda: host.is_serving, what="the first version is mapped")
         pid, unlimited = host.pid, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         taken = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
         no_more = (taken + (8 << 20), resource.RLIM_INFINITY)  # less than another slot takes
@@ -257,7 +258,9 @@ def test_memory_that_is_refused_late_costs_its_own_version_and_no_other(
         stop(pid)  # else its refusal may come at once
         second = near.publish(tensors, weight_version=2)
         os.kill(pid, signal.SIGCONT)
-        with pytest.raises(SegmentError, match="cannot be served"):
+        with pytest.raises(
+            WeightBridgeUnavailableError, match="cannot be read now: its memory cannot"
+        ):
             far.import_update(second)
         assert far.import_update(first)["w"].sum() == 1 << 22
         resource.prlimit(pid, resource.RLIMIT_AS, unlimited)

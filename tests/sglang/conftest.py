@@ -36,7 +36,7 @@ os.environ.update(
     SGLANG_USE_CPU_ENGINE="1",
     SGLANG_PLUGINS="rl_bridge",  # and not those that SGLang's own packages bring
 )
-# (Without `tests.forked_engines`: an engine in a child of ours ends what it started as its children.)
+# (Without `tests.forked_engines`: an engine in a child of ours ends what it began as its children.)
 processes.PRELOADED += [
     "tests.server_of_engines",
     "sglang.srt.managers.scheduler",

@@ -629,7 +629,10 @@ class PrimeRLRoutes:
             served.is_empty = False
             label = self._on_loop(lambda: table.label_at(path))
         self._on_loop(lambda: table.alias(lora_name, spec.name, str(label)))
-        served.names.add(lora_name)
+        with self._guard:
+            for other in self._served.values():
+                other.names.discard(lora_name)  # a name is one adapter's
+            served.names.add(lora_name)
         if tensors is not None and (home := os.environ.get(CACHE_DIR)):
             served.write(Path(home) / lora_name, spec, tensors)
 

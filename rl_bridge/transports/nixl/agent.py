@@ -151,7 +151,7 @@ class Host(Protocol):
         return self.register([(segment.address, segment.nbytes)], "DRAM")
 
     def try_again(self, region: Region) -> None:
-        """Serve a region that was refused late, if that can be by now; never waits."""
+        """Serve a region that was refused late, if that can be by now. Raises nothing."""
         del region
 
     def deregister(self, region: Region) -> None:

@@ -145,6 +145,7 @@ class ControlClient(PeerClient[Welcome]):
         Raises:
             StaleUpdate: the publisher released it.
             SegmentError: it is not what was asked for.
+            WeightBridgeUnavailableError: the publisher is short of something to serve it.
             AgentError: the connection ended; the publisher may still live.
             TransferTimeout: the publisher does not answer in time.
 

@@ -105,7 +105,7 @@ class VersionStore(ABC):
         for region in at.regions:
             if region.refusal:
                 reason = f"its memory cannot be served: {region.refusal}"[:MAX_REASON]
-                return Gone(update_id=lease.update_id, reason=reason, is_stale=False)
+                return Gone(update_id=lease.update_id, reason=reason, is_stale=False, is_short=True)
         known.readers[reader] = name
         host = self._host
         is_moved = lease.epoch != host.epoch
@@ -598,7 +598,7 @@ class ControlServer(PeerServer[_Member, Join]):
                 member.channel.send(Refused(reason=text))
                 self.lose(member)
             else:
-                gone = Gone(update_id=message.update_id, reason=text, is_stale=False)
+                gone = Gone(update_id=message.update_id, reason=text, is_stale=False, is_short=True)
                 member.channel.send(gone)
 
     def _welcome(self) -> Welcome:

@@ -370,7 +370,8 @@ class ServingProcess(Host):
     def try_again(self, region: Region) -> None:
         """Have the process map a segment that it refused when nobody waited for its answer."""
         assert isinstance(region, _FarRegion)
-        with self._lock:
+        # (One that cannot be started: readers are told when they ask.)
+        with self._lock, suppress(AgentError):
             self.ensure()  # one that is new has mapped it, or will
             if region.refusal:
                 self._map(region)

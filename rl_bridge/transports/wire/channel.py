@@ -50,6 +50,7 @@ from rl_bridge.errors import (
     StaleUpdate,
     TransportUnavailable,
     WeightBridgeError,
+    WeightBridgeUnavailableError,
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
@@ -477,7 +478,9 @@ class Gone(Message):
     update_id: UpdateId
     reason: Text
     is_stale: StrictBool
-    """Whether it was released; otherwise another version was asked for."""
+    """Whether it was released; otherwise another version was asked for, or `is_short`."""
+    is_short: StrictBool = False
+    """Whether the publisher's machine lacks something for now: it may be asked for again."""
 
 
 class PeerJoin(Message):
@@ -544,6 +547,11 @@ def error_of(gone: Gone) -> WeightBridgeError:
         return StaleUpdate(
             f"update {gone.update_id} is gone: {gone.reason}. Import the publisher's latest "
             "manifest."
+        )
+    if gone.is_short:
+        return WeightBridgeUnavailableError(
+            f"update {gone.update_id} cannot be read now: {gone.reason}. Free memory at its "
+            "publisher, or raise that process's limits (ulimit -l, ulimit -v), and import it again."
         )
     return SegmentError(
         f"update {gone.update_id} is not what was published: {gone.reason}. Use the manifest "
