@@ -44,6 +44,8 @@ def test_a_forked_child_is_told_even_if_a_thread_of_its_parent_held_the_locks() 
             calls: list[Callable[[], object]] = [
                 lambda: trainer.publish(linear_weights(2.0), weight_version=2),
                 trainer.consumers,
+                lambda: trainer.holders(manifest.update_id),
+                lambda: trainer.release(manifest.update_id),
                 lambda: rollout.import_update(manifest),
                 lambda: rollout.acknowledge(manifest.update_id),
                 lambda: rollout.reject(manifest.update_id, "no"),

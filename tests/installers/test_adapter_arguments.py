@@ -1,5 +1,6 @@
 """What an adapter is given wrongly is told when it is made, with what was expected and a remedy."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -198,6 +199,11 @@ def test_a_method_in_the_place_of_a_property_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"Called\.imports_itself is a method.*Write @property"):
         as_transactional(Called(weights()))
+
+    class Worked(ModuleInstallAdapter):
+        imports_itself = functools.cached_property(lambda _: False)  # type: ignore[assignment]  # as above
+
+    assert as_transactional(Worked(weights())).imports_itself is False
 
 
 def test_an_install_that_returns_what_nothing_awaits_is_undone() -> None:

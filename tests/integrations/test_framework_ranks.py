@@ -4,13 +4,20 @@ import asyncio
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
 
+from rl_bridge import ModuleInstallAdapter
 from rl_bridge.compat import miles
+from rl_bridge.compat.servers import EngineServers
 from rl_bridge.compat.skyrl import bridged
-from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    TornEngine,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
 from tests.integrations.frameworks import FSDPPolicyWorkerBase, miles_modules, sky_client
 from tests.trainers_torch.worlds import World
 
@@ -36,6 +43,26 @@ def test_a_version_that_one_engine_refuses_reaches_none_and_raises_on_all_ranks(
     assert "http://127.0.0.1:2: RuntimeError: planted in install" in undone
     assert len(other["errors"]) == 2
     assert all("the trainer's first rank" in one for one in other["errors"])
+
+
+def test_a_server_that_is_torn_by_a_version_is_named_as_one_that_must_be_recovered() -> None:
+    class Torn(ModuleInstallAdapter):
+        def install(self, *_: object) -> None:
+            raise RuntimeError("planted in install")
+
+        def undo(self) -> None:
+            raise RuntimeError("planted in undo")
+
+    weights = torch.nn.Linear(4, 4).state_dict()
+    servers = EngineServers("shared-memory")
+    with closing(servers):
+        servers.connect(
+            {"one": ModuleInstallAdapter(torch.nn.Linear(4, 4)), "two": Torn(torch.nn.Linear(4, 4))}
+        )
+        with pytest.raises(WeightUpdateRejectedError, match="of which two must be rec") as caught:
+            servers.update(weights.items(), 1)
+    assert "keep the version before" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, TornEngine)
 
 
 @pytest.fixture
