@@ -201,7 +201,7 @@ def test_a_method_in_the_place_of_a_property_is_refused() -> None:
         as_transactional(Called(weights()))
 
     class Worked(ModuleInstallAdapter):
-        imports_itself = functools.cached_property(lambda _: False)  # type: ignore[assignment]  # as above
+        imports_itself = functools.cached_property(lambda _: False)
 
     assert as_transactional(Worked(weights())).imports_itself is False
 
