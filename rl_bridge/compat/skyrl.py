@@ -95,7 +95,7 @@ def bridged(
 
 
 class _BridgedSync:
-    """What SkyRL's worker does to connect its sender of weights, with one of this library."""
+    """Connect a sender of this library, as SkyRL's worker connects its own."""
 
     bridge_transport: str
     bridge_options: Mapping[str, Any]

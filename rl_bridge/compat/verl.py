@@ -297,7 +297,7 @@ class BridgeCheckpointEngine:
         )
 
     async def _heard(self, step: str, problem: str) -> list[str]:
-        """What all rollouts answer to a step; `problem` is what it means if one failed."""
+        """Ask all rollouts for a step; if one fails, the error begins with `problem`."""
         keys = [f"{self._sync} {step} {rank}" for rank in range(self._count)]
         call = self._mailbox.wait_for.remote(keys, f"{self._sync} failed", _LONGER_S)
         what = f"the answer of all {self._count} rollout workers ({step})"

@@ -272,7 +272,7 @@ class DevicePass:
                     yield
                 except BaseException:
                     if not self._unfinished:
-                        # What this call put on the stream may still be done.
+                        # The stream may still do the work that this call gave it.
                         with suppress(RuntimeError):  # a lost device does nothing
                             self._record()
                     raise

@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows as plain values, `demo.json`, what is on the screen, a picture."""
+"""The report of a run: rows as plain values, `demo.json`, the lines on the screen, a picture."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -664,7 +664,8 @@ class PrimeRLRoutes:
 
         with found.lock:
             if not self._on_loop(is_whole):
-                found.names.discard(lora_name)
+                with self._guard:
+                    found.names.discard(lora_name)
                 return
             found.executor.drop_adapter(adapter, timeout_s=timeout_s)
             self._forget(found)
